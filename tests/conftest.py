@@ -1,0 +1,75 @@
+"""Devices, fixtures and the skip rule of the test suite.
+
+Without options the suite runs on eight virtual CPU devices. `--device gpu` leaves JAX's environment alone and collects
+tests/gpu only (see tests/gpu/run.py, which runs the whole GPU suite on one card).
+"""
+
+import os
+import pathlib
+
+import pytest
+
+NUM_CPU_DEVICES = 8
+GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
+
+# A skip is a failure unless its reason begins with one of these: a test that silently never runs proves nothing.
+EXPECTED_SKIPS = (
+    "needs nvcc",
+    "needs the CUDA extension",
+    "needs a CUDA device",
+    "needs jax >=",
+    "needs Python >=",
+    "needs compute-sanitizer",
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("cpu", "gpu"), default="cpu", help="run the CPU suite or tests/gpu")
+
+
+def pytest_configure(config):
+    # Before any test module imports jax, which reads both variables when its backend starts.
+    if config.getoption("--device") == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        flag = f"--xla_force_host_platform_device_count={NUM_CPU_DEVICES}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def pytest_ignore_collect(collection_path, config):
+    is_gpu_test = GPU_TESTS in (collection_path, *collection_path.parents)
+    is_gpu_run = config.getoption("--device") == "gpu"
+    if collection_path.is_file() and is_gpu_test != is_gpu_run:
+        return True
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith(EXPECTED_SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"unexpected skip: {reason!r} (EXPECTED_SKIPS in tests/conftest.py lists the accepted ones)"
+    return report
+
+
+@pytest.fixture
+def make_mesh():
+    """`make_mesh(4)` or `make_mesh(2, 4, axis_names=("dp", "ep"))`: a mesh over the first devices."""
+    import jax
+    import numpy as np
+
+    def make(*shape, axis_names=("ep",)):
+        count = int(np.prod(shape))
+        devices = jax.devices()
+        assert len(devices) >= count, f"{count} devices wanted, {len(devices)} there"
+        return jax.sharding.Mesh(np.array(devices[:count]).reshape(shape), axis_names)
+
+    return make
+
+
+@pytest.fixture(params=(1, 2, 3, 4, 8), ids=lambda n: f"R{n}")
+def num_ranks(request):
+    """The group sizes that the suite runs; 3 is there because nothing may need a power of two."""
+    return request.param
