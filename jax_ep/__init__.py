@@ -1,0 +1,12 @@
+"""Expert-parallel communication for JAX: dispatch tokens to experts, combine their outputs."""
+
+from jax_ep import errors as errors
+from jax_ep.combine import combine as combine
+from jax_ep.config import Config as Config
+from jax_ep.dispatch import dispatch as dispatch
+from jax_ep.layout import Handle as Handle
+from jax_ep.layout import Recv as Recv
+from jax_ep.routing import RoutingLayout as RoutingLayout
+from jax_ep.routing import routing_layout as routing_layout
+
+__version__ = "0.1.0"

@@ -1,0 +1,107 @@
+"""The primitives with their derivatives: dispatch and combine are each other's transpose for a fixed routing.
+
+Backward passes reuse the handle, so the routing is never exchanged twice. They call these same functions, so
+second derivatives work. Integer operands have no cotangent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep import _compat
+from jax_ep import layout as layout_lib
+from jax_ep.layout import Handle, Spec
+from jax_ep.primitives import combine_p, dispatch_p, redispatch_p
+
+HANDLE_NAME = "jax_ep_handle"  # routing: small, saves the second exchange of counts under jax.checkpoint
+RECV_NAME = "jax_ep_recv"  # received rows and weights: large
+OUT_NAME = "jax_ep_out"  # result of combine
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch(spec: Spec, x, topk_idx, weights) -> tuple[jax.Array, jax.Array, Handle]:
+    """recv_x, recv_weights and the handle."""
+    (recv_x, recv_weights, slot_meta, slot_token, group_sizes, counts, stats, topk_idx, slot, dst_row, recv_offsets) = (
+        dispatch_p.bind(x, topk_idx, weights, spec=spec)
+    )
+    handle = Handle(
+        topk_idx, slot, dst_row, slot_meta, slot_token, recv_offsets, group_sizes, counts, stats, spec=spec
+    )
+    handle = jax.tree.map(lambda a: checkpoint_name(a, HANDLE_NAME), handle)
+    return checkpoint_name(recv_x, RECV_NAME), checkpoint_name(recv_weights, RECV_NAME), handle
+
+
+def _dispatch_fwd(spec, x, topk_idx, weights):
+    result = dispatch(spec, x, topk_idx, weights)
+    return result, result[2]
+
+
+def _dispatch_bwd(spec, handle, cotangents):
+    g_x, g_weights, _ = cotangents
+    g_x, g_weights = _combine_plain(g_x, g_weights, handle)
+    return g_x, None, g_weights
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def redispatch(zero_tail: bool, x, weights, handle: Handle) -> tuple[jax.Array, jax.Array]:
+    """recv_x and recv_weights along the routing of the handle."""
+    spec = dataclasses.replace(handle.spec, zero_tail=zero_tail)
+    recv_x, recv_weights = redispatch_p.bind(x, weights, *handle.arrays, spec=spec)
+    return checkpoint_name(recv_x, RECV_NAME), checkpoint_name(recv_weights, RECV_NAME)
+
+
+def _redispatch_fwd(zero_tail, x, weights, handle):
+    return redispatch(zero_tail, x, weights, handle), handle
+
+
+def _redispatch_bwd(zero_tail, handle, cotangents):
+    return (*_combine_plain(*cotangents, handle), None)
+
+
+redispatch.defvjp(_redispatch_fwd, _redispatch_bwd)
+
+
+@jax.custom_vjp
+def combine(y, weights, scalars, bias, handle: Handle) -> tuple[jax.Array, jax.Array]:
+    """out and out_scalars; weights, scalars and bias may be empty."""
+    out, out_scalars = combine_p.bind(y, weights, scalars, bias, *handle.arrays, spec=handle.spec)
+    return checkpoint_name(out, OUT_NAME), out_scalars
+
+
+def _combine_fwd(y, weights, scalars, bias, handle):
+    # Without weights y is not needed backward: do not keep it.
+    kept_y = y if weights.shape[0] > 0 else None
+    return combine(y, weights, scalars, bias, handle), (kept_y, weights, bias.shape[0] > 0, handle)
+
+
+def _combine_bwd(residuals, cotangents):
+    y, weights, has_bias, handle = residuals
+    g_out, g_out_scalars = cotangents
+    g_rows, g_scalars = redispatch(True, g_out, g_out_scalars, handle)
+    if y is None:
+        g_y, g_weights = g_rows, None
+    else:
+        # Mask what goes into the products: y and weights may hold anything where no token lies.
+        is_kept = layout_lib.is_row_kept(handle)
+        g = g_rows.astype(jnp.float32)
+        g_y = (jnp.where(is_kept, weights, 0)[:, None] * g).astype(y.dtype)
+        g_weights = jnp.sum(jnp.where(is_kept[:, None], y.astype(jnp.float32), 0) * g, axis=1)
+    return g_y, g_weights, g_scalars, g_out if has_bias else None, None
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def _combine_plain(y, scalars, handle: Handle):
+    """Transpose of a dispatch: unweighted sums, and the scalars back to their entries."""
+    no_weights, no_bias = jnp.zeros(0, jnp.float32), jnp.zeros((0, y.shape[1]), y.dtype)
+    y, no_weights, scalars, no_bias, handle = _compat.vary_with_handle((y, no_weights, scalars, no_bias), handle)
+    return combine(y, no_weights, scalars, no_bias, handle)

@@ -1,0 +1,63 @@
+"""Tuning knobs of one call. jax_ep reads no environment variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Knobs of the CUDA implementation; the defaults suit most programs.
+
+    A frozen, hashable value: equal configs compile once, and every rank of a group must use the same one.
+
+    Example: `jax_ep.dispatch(..., config=jax_ep.Config(num_sms=16, timeout_s=10.0))`; combine and the
+    backward pass inherit it through the handle.
+
+    Args:
+      num_sms: SMs (= thread blocks) that one call uses. None: min(24, SMs of the GPU // ranks on that GPU).
+        All ranks' blocks must fit on their GPU together; asking for more is a ValueError.
+      setup_timeout_s: seconds to wait at compile time for the peers' set-up records and memory.
+      first_call_timeout_s: seconds that a rank waits for its peers in a group's first call (they may still
+        be compiling).
+      timeout_s: the same for every later call.
+      staging: "auto" sends rows straight into the peers' buffers where that is safe, else through own
+        memory; "always" forces own memory (a test aid).
+      staging_bytes: own memory per rank and group for staged rows, both windows.
+      debug_checks: reserved; True raises NotImplementedError.
+      ranks_per_node: reserved; anything but None raises NotImplementedError.
+
+    Raises:
+      ValueError, TypeError: a value outside its range.
+      NotImplementedError: a reserved knob.
+    """
+
+    num_sms: int | None = None
+    setup_timeout_s: float = 300.0
+    first_call_timeout_s: float = 300.0
+    timeout_s: float = 100.0
+    staging: str = "auto"
+    staging_bytes: int = 16 << 20
+    debug_checks: bool = False
+    ranks_per_node: int | None = None
+
+    def __post_init__(self):
+        if self.num_sms is not None:
+            _positive("num_sms", self.num_sms, numbers.Integral, "a positive int, or None for the default")
+        for name in ("setup_timeout_s", "first_call_timeout_s", "timeout_s"):
+            _positive(name, getattr(self, name), numbers.Real, "a positive number of seconds")
+        _positive("staging_bytes", self.staging_bytes, numbers.Integral, "a positive number of bytes")
+        if self.staging not in ("auto", "always"):
+            raise ValueError(f'Config: got staging={self.staging!r}, expected "auto" or "always"')
+        if self.debug_checks:
+            raise NotImplementedError("Config: debug_checks=True is not implemented yet; leave it False")
+        if self.ranks_per_node is not None:
+            raise NotImplementedError("Config: ranks_per_node is not implemented yet; leave it None")
+
+
+def _positive(name: str, value, kind: type, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"Config: got {name}={value!r} ({type(value).__name__}), expected {expected}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"Config: got {name}={value!r}, expected {expected}")

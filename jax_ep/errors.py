@@ -1,0 +1,56 @@
+"""Errors that a run can end with. Static mistakes are plain ValueError, TypeError or NotImplementedError.
+
+A handler's error text begins with the name of one of these classes ("PeerTimeout: dispatch call 17: ...");
+`jax_ep.check()` raises the class itself, with what is known in the attributes.
+"""
+
+from __future__ import annotations
+
+
+class EpError(RuntimeError):
+    """Base of all run-time errors of jax_ep.
+
+    Attributes (None where unknown): `op` ("dispatch", "redispatch", "combine"), `rank` (who reports),
+    `peer` (whom it waited for), `call` (number of the call in its group, from 1), `phase` of the protocol.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        op: str | None = None,
+        rank: int | None = None,
+        peer: int | None = None,
+        call: int | None = None,
+        phase: str | None = None,
+    ):
+        super().__init__(message)
+        self.op = op
+        self.rank = rank
+        self.peer = peer
+        self.call = call
+        self.phase = phase
+
+
+class PeerTimeout(EpError):
+    """A peer did not come within `Config.timeout_s`. The context stays usable; `jax_ep.reset()` repairs the group."""
+
+
+class PeerLost(EpError):
+    """A peer claimed our buffers and never finished: only a restart of the process is safe."""
+
+
+class MismatchError(EpError):
+    """Two ranks met in one call with different operation, shapes, dtype or settings."""
+
+
+class PeerFailed(EpError):
+    """A peer reported that its own part of this call failed."""
+
+
+class SetupTimeout(EpError):
+    """A peer's set-up record or memory did not appear within `Config.setup_timeout_s`."""
+
+
+class SetupError(EpError):
+    """Buffers, peers or kernels could not be set up; the text says why and what to change."""

@@ -1,0 +1,143 @@
+"""What a call knows statically (`Spec`), what it hands on (`Handle`, `Recv`), and the routing arithmetic.
+
+The arithmetic is the executable definition of row order: kernels, reference and oracle agree with it bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.config import Config
+
+# Positions in the primitive's `stats` result, i32 [8]; the rest is reserved.
+DEMAND, NUM_DROPPED, NUM_INVALID, NUM_MASKED, NUM_WINDOWS, NUM_SLOTS = range(6)
+NUM_STATS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Static facts of a call: hashable, equal on all ranks, part of the compiled program."""
+
+    axis_name: tuple[str, ...]
+    num_ranks: int
+    num_experts: int
+    layout: str  # "expert" | "token"
+    capacity: int
+    expert_alignment: int
+    zero_tail: bool
+    implementation: str | None  # "cuda" | "xla" | None: chosen when the program is lowered
+    config: Config
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    def num_slots(self, num_tokens: int) -> int:
+        """Rows of the slot arrays; a slot is a distinct (source, token) that reaches this rank."""
+        return self.capacity if self.layout == "token" else self.num_ranks * num_tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """Routing of one dispatch: all that combine, a second dispatch and the backward pass need.
+
+    A pytree of i32 arrays with static metadata, plain data without addresses: it may be a scan carry, a
+    checkpoint residual, donated or exported. Sizes: T tokens, K = num_topk, R ranks, L local experts,
+    S = capacity (layout "token") or R*T (layout "expert") slots. Slots are ordered by (source rank, token).
+    -1 means "none" everywhere. Under `jax.checkpoint` the arrays carry the name "jax_ep_handle".
+    """
+
+    topk_idx: jax.Array  # [T, K] global expert; entries outside [0, num_experts) are -1
+    slot: jax.Array  # [T, R] slot of token t on rank d
+    dst_row: jax.Array  # [T, K] row of entry (t, k) in recv.x of its expert's rank; -1: dropped or not routed
+    slot_meta: jax.Array  # [S, K] "expert": row in recv.x of (slot, k); "token": local expert
+    slot_token: jax.Array  # [S] token index at the source
+    recv_offsets: jax.Array  # [R + 1] first slot of each source; the last entry is the number of slots
+    group_sizes: jax.Array  # [L] rows per local expert, padded, after dropping (zeros in layout "token")
+    counts: jax.Array  # [L] kept rows ("expert") or kept (token, expert) pairs ("token")
+    stats: jax.Array  # [8] demand, num_dropped, num_invalid, num_masked, num_windows, num_slots, 0, 0
+    spec: Spec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The arrays that the primitives take, in their order."""
+        return (
+            self.topk_idx,
+            self.slot,
+            self.dst_row,
+            self.slot_meta,
+            self.slot_token,
+            self.recv_offsets,
+            self.group_sizes,
+            self.counts,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Recv:
+    """What dispatch returns on each rank. C = capacity, H = hidden, K = num_topk, L = num_local_experts."""
+
+    x: jax.Array  # [C, H] rows sent to this rank
+    weights: jax.Array | None  # f32 [C] ("expert") or [C, K], 0 where not local ("token")
+    topk_idx: jax.Array | None  # "token": i32 [C, K] local expert, -1 elsewhere; "expert": None
+    group_sizes: jax.Array | None  # "expert": i32 [L] padded rows per local expert, what ragged_dot takes
+    counts: jax.Array  # i32 [L] kept rows ("expert") or kept (token, expert) pairs ("token")
+    demand: jax.Array  # i32 scalar: rows wanted before dropping, padded
+    num_dropped: jax.Array  # i32 scalar: rows of this rank that did not fit into C
+    num_invalid: jax.Array  # i32 scalar: ids outside [-1, num_experts) among this rank's own entries
+    num_masked: jax.Array  # i32 scalar: always 0 so far
+    num_windows: jax.Array  # i32 scalar: always 1 so far
+    handle: Handle
+
+
+def sanitise(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """Entries outside [-1, num_experts) become -1; returns them and how many there were."""
+    is_invalid = (topk_idx < -1) | (topk_idx >= num_experts)
+    return jnp.where(is_invalid, -1, topk_idx), jnp.sum(is_invalid, dtype=jnp.int32)
+
+
+def count_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+    """Entries per expert, [num_experts] i32. -1 is not counted (`bincount` would count it as expert 0)."""
+    bins = jnp.where(topk_idx < 0, num_experts, topk_idx).reshape(-1)
+    return jnp.zeros(num_experts, jnp.int32).at[bins].add(1, mode="drop")
+
+
+def token_in_rank(topk_idx: jax.Array, num_experts: int, num_ranks: int) -> jax.Array:
+    """Whether token t has an expert on rank d, bool [num_tokens, num_ranks]."""
+    rank = jnp.where(topk_idx < 0, num_ranks, topk_idx // (num_experts // num_ranks))
+    token = jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.zeros((topk_idx.shape[0], num_ranks), bool).at[token, rank].set(True, mode="drop")
+
+
+def place_in_expert(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+    """Number of earlier entries, in (token, k) order, that have the same expert, [num_tokens, num_topk] i32."""
+    key = jnp.where(topk_idx < 0, num_experts, topk_idx).reshape(-1)
+    order = jnp.argsort(key, stable=True).astype(jnp.int32)
+    first = jnp.searchsorted(key[order], jnp.arange(num_experts + 1, dtype=key.dtype)).astype(jnp.int32)
+    place = jnp.zeros_like(key).at[order].set(jnp.arange(key.size, dtype=jnp.int32) - first[key[order]])
+    return place.reshape(topk_idx.shape)
+
+
+def exclusive_sum(counts: jax.Array, axis: int = 0) -> jax.Array:
+    return jnp.cumsum(counts, axis=axis, dtype=jnp.int32) - counts
+
+
+def group_starts(num_rows: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    """First row and padded size of every expert's group on its rank, before dropping, [num_experts] each."""
+    align = spec.expert_alignment
+    padded = (num_rows + (align - 1)) // align * align
+    return exclusive_sum(padded.reshape(spec.num_ranks, -1), axis=1).reshape(-1), padded
+
+
+def is_row_kept(handle: Handle) -> jax.Array:
+    """Layout "expert": whether a row of recv.x holds a token (not padding, not the tail), bool [capacity]."""
+    row = jnp.arange(handle.spec.capacity, dtype=jnp.int32)
+    ends = jnp.cumsum(handle.group_sizes, dtype=jnp.int32)
+    group = jnp.searchsorted(ends, row, side="right")
+    past_counts = (ends - handle.group_sizes + handle.counts).at[group].get(mode="fill", fill_value=0)
+    return row < past_counts

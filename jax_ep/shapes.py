@@ -1,0 +1,282 @@
+"""Every static rule of the contract, each once; the errors say what was got, what was expected, what to change.
+
+All of them run at trace time, so a mistake never reaches a device.
+"""
+
+from __future__ import annotations
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import _compat
+from jax_ep.config import Config
+from jax_ep.layout import Handle, Recv, Spec
+
+MAX_TOPK = 32
+ROW_UNIT_BYTES = 16
+PAYLOAD_DTYPES = ("bfloat16", "float16", "float32")
+LAYOUTS = ("expert", "token")
+_INT32_MAX = 2**31 - 1
+
+
+def round_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+def default_capacity(
+    layout: str, num_ranks: int, num_tokens: int, num_topk: int, num_local_experts: int, expert_alignment: int = 1
+) -> int:
+    """Rows of the receive array that hold any routing: nothing is ever dropped."""
+    if layout == "token":
+        return num_ranks * num_tokens
+    rows = num_ranks * num_tokens * num_topk + num_local_experts * (expert_alignment - 1)
+    return round_up(rows, expert_alignment)
+
+
+def axis_names(op: str, axis_name) -> tuple[str, ...]:
+    """`axis_name` as a tuple of distinct mesh axis names."""
+    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if not names or not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"{op}: got axis_name={axis_name!r}, expected the name of the expert-parallel mesh axis, "
+            'or a tuple of names, e.g. axis_name="ep"'
+        )
+    if len(set(names)) != len(names):
+        raise ValueError(f"{op}: got axis_name={axis_name!r}, expected distinct names")
+    return names
+
+
+def num_ranks(op: str, names: tuple[str, ...]) -> int:
+    """Size of the group; the axes must be bound by a surrounding shard_map."""
+    size = _compat.axis_size(names)
+    if size is None:
+        raise ValueError(
+            f"{op}: axis_name={_spell(names)} is not bound here; call {op} inside jax.shard_map over a mesh "
+            f"that has axis {_spell(names)}, and among its axis_names if those are given"
+        )
+    return size
+
+
+def num_experts(op: str, value, size: int, names: tuple[str, ...]) -> int:
+    if value is None:
+        raise TypeError(f"{op}: num_experts is missing; pass the number of experts of the whole group")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{op}: got num_experts={value!r}, expected a static int")
+    if value < 1 or value % size:
+        raise ValueError(
+            f"{op}: got num_experts={value} over {size} ranks (axis {_spell(names)}), expected a positive multiple "
+            f"of {size}; change num_experts to e.g. {round_up(max(value, 1), size)}, or the axis"
+        )
+    if value > _INT32_MAX // 2:
+        raise ValueError(f"{op}: got num_experts={value}, expected at most {_INT32_MAX // 2}")
+    return int(value)
+
+
+def payload(op: str, name: str, x, shape: str) -> jax.Array:
+    """A 2-D array of rows that can travel."""
+    x = jnp.asarray(x)
+    if x.ndim != 2:
+        raise ValueError(f"{op}: got {name} of shape {x.shape}, expected {shape}; reshape it to two dimensions")
+    if x.dtype.name not in PAYLOAD_DTYPES:
+        raise TypeError(f"{op}: got {name} of dtype {x.dtype}, expected one of {', '.join(PAYLOAD_DTYPES)}; cast it")
+    row_bytes = x.shape[1] * x.dtype.itemsize
+    if row_bytes == 0 or row_bytes % ROW_UNIT_BYTES:
+        unit = ROW_UNIT_BYTES // x.dtype.itemsize
+        raise ValueError(
+            f"{op}: got {name} of shape {x.shape} {x.dtype}, rows of {row_bytes} bytes, expected a positive multiple "
+            f"of {ROW_UNIT_BYTES} bytes; pad hidden to a multiple of {unit}, e.g. {round_up(max(x.shape[1], 1), unit)}"
+        )
+    _no_explicit_sharding(op, name, x)
+    return x
+
+
+def topk_idx(op: str, idx, experts: int, num_tokens: int | None = None) -> jax.Array:
+    """The ids as int32 [num_tokens, num_topk]; an id that int32 cannot hold becomes one that is invalid too."""
+    if idx is None:
+        raise TypeError(f"{op}: topk_idx is missing; pass int ids [num_tokens, num_topk], -1 = not routed")
+    idx = idx if isinstance(idx, (np.ndarray, jax.Array)) else jnp.asarray(idx)
+    if not jnp.issubdtype(idx.dtype, jnp.integer):
+        raise TypeError(f"{op}: got topk_idx of dtype {idx.dtype}, expected an integer type; cast it to int32")
+    if idx.ndim != 2 or (num_tokens is not None and idx.shape[0] != num_tokens):
+        rows = "num_tokens" if num_tokens is None else num_tokens
+        raise ValueError(f"{op}: got topk_idx of shape {idx.shape}, expected [{rows}, num_topk], one row per token")
+    limit = min(MAX_TOPK, experts)
+    if not 1 <= idx.shape[1] <= limit:
+        raise ValueError(
+            f"{op}: got num_topk={idx.shape[1]} (topk_idx of shape {idx.shape}), expected 1 to {limit} "
+            f"(at most {MAX_TOPK}, and at most num_experts={experts}); route each token to fewer experts"
+        )
+    # A plain cast would wrap: uint32 2**32 - 1 would become -1, "not routed", without a word.
+    info = jnp.iinfo(idx.dtype)
+    if info.max > _INT32_MAX or info.min < -_INT32_MAX - 1:
+        xp = np if isinstance(idx, np.ndarray) else jnp
+        low = max(int(info.min), -2)
+        idx = xp.clip(idx, xp.asarray(low, idx.dtype), xp.asarray(_INT32_MAX, idx.dtype))
+    idx = jnp.asarray(idx.astype(np.int32))
+    _no_explicit_sharding(op, "topk_idx", idx)
+    return idx
+
+
+def topk_weights(op: str, weights, shape: tuple[int, int]) -> jax.Array:
+    """The weights as f32 [num_tokens, num_topk]; absent weights are f32 [0, num_topk]."""
+    if weights is None:
+        return jnp.zeros((0, shape[1]), jnp.float32)
+    return _floats(op, "topk_weights", weights, shape, "the shape of topk_idx")
+
+
+def layout(op: str, value) -> str:
+    if value == "batched":
+        raise NotImplementedError(f'{op}: layout="batched" is not implemented yet; use "expert" or "token"')
+    if value not in LAYOUTS:
+        raise ValueError(f'{op}: got layout={value!r}, expected "expert" or "token"')
+    return value
+
+
+def mode(op: str, value) -> None:
+    if value == "latency":
+        raise NotImplementedError(f'{op}: mode="latency" is not implemented yet; use "auto" or "throughput"')
+    if value not in ("auto", "throughput"):
+        raise ValueError(f'{op}: got mode={value!r}, expected "auto" or "throughput"')
+
+
+def implementation(op: str, value) -> str | None:
+    if value not in (None, "cuda", "xla"):
+        raise ValueError(f'{op}: got implementation={value!r}, expected "cuda", "xla" or None')
+    return value
+
+
+def config(op: str, value) -> Config:
+    if value is None:
+        return Config()
+    if not isinstance(value, Config):
+        raise TypeError(f"{op}: got config of type {type(value).__name__}, expected jax_ep.Config")
+    return value
+
+
+def not_implemented(op: str, **arguments) -> None:
+    """Arguments of the contract that come later."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{op}: {name}= is not implemented yet; leave it None")
+
+
+def capacity(
+    op: str, value, alignment, layout_: str, size: int, num_tokens: int, num_topk: int, num_local_experts: int
+) -> int:
+    """Rows of the receive array; also checks `expert_alignment` and that i32 can number the rows."""
+    if isinstance(alignment, bool) or not isinstance(alignment, numbers.Integral):
+        raise TypeError(f"{op}: got expert_alignment={alignment!r}, expected a static int")
+    if alignment < 1:
+        raise ValueError(f"{op}: got expert_alignment={alignment}, expected 1 or more")
+    if layout_ == "token" and alignment != 1:
+        raise ValueError(
+            f'{op}: got expert_alignment={alignment} with layout="token", whose rows are not grouped by expert; '
+            'leave it 1, or use layout="expert"'
+        )
+    worst = default_capacity("expert", size, num_tokens, num_topk, num_local_experts, alignment)
+    if worst > _INT32_MAX:
+        raise ValueError(
+            f"{op}: got {size} ranks x {num_tokens} tokens x top-{num_topk} = up to {worst} rows on one rank, "
+            f"expected at most {_INT32_MAX}; send fewer tokens per call"
+        )
+    if value is None:
+        return default_capacity(layout_, size, num_tokens, num_topk, num_local_experts, alignment)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{op}: got capacity={value!r}, expected a static int or None")
+    if not 1 <= value <= _INT32_MAX:
+        raise ValueError(f"{op}: got capacity={value}, expected 1 to {_INT32_MAX}, or None for the worst case")
+    if value % alignment:
+        raise ValueError(
+            f"{op}: got capacity={value} with expert_alignment={alignment}, expected a multiple; "
+            f"use capacity={round_up(value, alignment)}"
+        )
+    return int(value)
+
+
+def handle(op: str, value) -> Handle:
+    """A handle whose group is the one bound here."""
+    if isinstance(value, Recv):
+        raise TypeError(f"{op}: got a Recv, expected its handle; pass recv.handle")
+    if not isinstance(value, Handle):
+        raise TypeError(f"{op}: got handle of type {type(value).__name__}, expected recv.handle of a dispatch")
+    names = value.spec.axis_name
+    size = num_ranks(op, names)
+    if size != value.spec.num_ranks:
+        raise ValueError(
+            f"{op}: got a handle of {value.spec.num_ranks} ranks, but axis {_spell(names)} has {size} here; "
+            "use the handle inside the shard_map that made it"
+        )
+    return value
+
+
+def rows_of_handle(op: str, name: str, x, rows: int, what: str) -> jax.Array:
+    """`x` must have the rows that the handle was made for."""
+    x = payload(op, name, x, f"[{what}, hidden]")
+    if x.shape[0] != rows:
+        raise ValueError(
+            f"{op}: got {name} of shape {x.shape}, expected [{rows}, hidden] ({what} of this handle); "
+            "pass the handle of the dispatch that belongs to it"
+        )
+    return x
+
+
+def combine_weights(op: str, weights, spec: Spec) -> jax.Array:
+    """f32 [capacity], or f32 [0] when absent."""
+    if weights is None:
+        return jnp.zeros(0, jnp.float32)
+    if spec.layout == "token":
+        raise TypeError(
+            f'{op}: got weights with layout="token", expected None: a row there is already the sum over its '
+            "local experts; apply recv.weights in the expert computation"
+        )
+    return _floats(op, "weights", weights, (spec.capacity,), "the shape of recv.weights")
+
+
+def bias(op: str, value, num_tokens: int, y: jax.Array) -> jax.Array:
+    """[num_tokens, hidden] in y's dtype, or [0, hidden] when absent."""
+    if value is None:
+        return jnp.zeros((0, y.shape[1]), y.dtype)
+    value = jnp.asarray(value)
+    expected = (num_tokens, y.shape[1])
+    if value.shape != expected:
+        raise ValueError(f"{op}: got bias of shape {value.shape}, expected {expected} ([num_tokens, hidden])")
+    if value.dtype != y.dtype:
+        raise TypeError(f"{op}: got bias of dtype {value.dtype}, expected {y.dtype} like y; cast it")
+    _no_explicit_sharding(op, "bias", value)
+    return value
+
+
+def only_with_routing(op: str, **arguments) -> None:
+    """`dispatch(x, handle=)` takes its routing and settings from the handle."""
+    for name, (value, default) in arguments.items():
+        if value is not default and value != default:
+            raise TypeError(
+                f"{op}: got {name}= beside handle=, expected only x, quantize and zero_tail: "
+                f"the handle carries routing and settings; remove {name}="
+            )
+
+
+def _floats(op: str, name: str, value, shape: tuple[int, ...], why: str) -> jax.Array:
+    value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"{op}: got {name} of dtype {value.dtype}, expected a float type (used as float32); cast it")
+    if value.shape != shape:
+        raise ValueError(f"{op}: got {name} of shape {value.shape}, expected {shape} ({why})")
+    _no_explicit_sharding(op, name, value)
+    return value.astype(jnp.float32)
+
+
+def _no_explicit_sharding(op: str, name: str, x) -> None:
+    axes = _compat.explicit_axes(x)
+    if axes:
+        raise ValueError(
+            f"{op}: got {name} sharded over explicit mesh axes {', '.join(axes)} that the surrounding shard_map leaves "
+            "automatic; name them in its axis_names (make them manual), or reshard the array to be replicated over them"
+        )
+
+
+def _spell(names: tuple[str, ...]) -> str:
+    return repr(names[0]) if len(names) == 1 else repr(names)
