@@ -1,0 +1,253 @@
+// One call's agreement between ranks: announce, claim, finish, and how a rank leaves when that fails.
+//
+// Who stores what, with which order, who reads, why an old value cannot pass for a new one: docs/memory_order.md.
+// In short: data first, then one release at system scope on a word that carries the call's epoch; the reader
+// acquires that word at system scope and passes it on inside the grid with acquire/release at device scope.
+// Every wait watches the abort word and a deadline; nobody traps.
+#pragma once
+
+#include <cuda/atomic>
+
+#include "cuda/device/copy.cuh"
+#include "cuda/kernels/params.h"
+#include "cuda/layout.h"
+
+namespace jax_ep {
+
+template <class T> using SystemWord = cuda::atomic_ref<T, cuda::thread_scope_system>;
+template <class T> using DeviceWord = cuda::atomic_ref<T, cuda::thread_scope_device>;
+
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+// A block's view of the call under way. Lives in registers; every thread of the grid holds the same values.
+class Session {
+ public:
+  __device__ explicit Session(const CallParams &call)
+      : call_(call), control_(reinterpret_cast<Control *>(call.arena + call.shape.control())),
+        // Plain read: the leader of the previous call wrote it, and a kernel boundary lies between.
+        epoch_(control_->epoch + 1) {}
+
+  __device__ bool is_broken() const { return control_->broken != 0; }
+  __device__ uint64_t epoch() const { return epoch_; }
+  __device__ bool is_leader() const { return blockIdx.x == 0; }
+  __device__ bool is_aborted() const {
+    return DeviceWord<uint32_t>(control_->abort).load(cuda::memory_order_relaxed) != 0;
+  }
+
+  __device__ int32_t *workspace(int block) const {
+    return reinterpret_cast<int32_t *>(call_.arena + call_.shape.workspace()) + int64_t(block) * call_.shape.count_words;
+  }
+  // What `source` announced to this rank; valid after agree() and a grid barrier.
+  __device__ const Announce *announce_of(int source) const {
+    return reinterpret_cast<const Announce *>(call_.arena + call_.shape.announce(epoch_, source));
+  }
+  __device__ const int32_t *counts_of(int source) const {
+    return reinterpret_cast<const int32_t *>(announce_of(source) + 1);
+  }
+
+  // First failure wins: it writes the record, the rest of the rank leaves.
+  __device__ void fail(Failure code, Phase phase, int peer, uint64_t expected, uint64_t seen) {
+    if (DeviceWord<uint32_t>(control_->abort).exchange(1, cuda::memory_order_relaxed) != 0) return;
+    FailureRecord *r = call_.failure;
+    r->op = uint32_t(call_.op), r->phase = uint32_t(phase), r->rank = call_.rank, r->peer = peer;
+    r->epoch = epoch_, r->expected = expected, r->seen = seen;
+    // Publishes the fields above to host readers of `code`.
+    SystemWord<uint32_t>(r->code).store(uint32_t(code), cuda::memory_order_release);
+  }
+
+  // Spins until ready() or until this rank aborts; `limits` deadlines long. False: leave.
+  template <class Ready> __device__ bool wait(Ready ready, Phase phase, int peer, uint64_t expected, int limits = 1) {
+    const uint64_t start = now_ns();
+    uint64_t seen = 0;
+    for (unsigned spin = 0; !ready(&seen); ++spin) {
+      if (spin % 64 != 63) continue; // the clock and the abort word are slower than the flag
+      if (is_aborted()) return false;
+      if (now_ns() - start > call_.limit_ns * limits) {
+        fail(Failure::kPeerTimeout, phase, peer, expected, seen);
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // All blocks of this rank; false in every thread once this rank aborts. Orders everything before it in any
+  // block before everything after it in any block (release on arrival, acquire on departure, device scope).
+  __device__ bool grid_barrier() {
+    __syncthreads();
+    int ok = 1;
+    if (threadIdx.x == 0) {
+      DeviceWord<uint32_t> arrived(control_->arrived), generation(control_->generation);
+      const uint32_t mine = generation.load(cuda::memory_order_relaxed); // cannot move before this block arrives
+      if (arrived.fetch_add(1, cuda::memory_order_acq_rel) == gridDim.x - 1) {
+        arrived.store(0, cuda::memory_order_relaxed); // ordered before the next arrivals by the release below
+        generation.store(mine + 1, cuda::memory_order_release);
+      } else {
+        // Others may be inside a wait for a peer: three deadlines are longer than any of those.
+        ok = wait([&](uint64_t *seen) { return (*seen = generation.load(cuda::memory_order_acquire)) != mine; },
+                  Phase::kGrid, call_.rank, mine + 1, 3);
+      }
+      if (is_aborted()) ok = 0;
+    }
+    return __syncthreads_and(threadIdx.x != 0 || ok);
+  }
+
+  // Leader block. Pushes this rank's announce to every peer, then the flag. `counts` (shared memory,
+  // num_counts words) may be null: the mailbox' counts are then left alone.
+  __device__ void announce(const int32_t *counts, int num_counts) {
+    const int n = call_.num_ranks;
+    for (int p = threadIdx.x; p < n; p += blockDim.x) {
+      Announce *a = mailbox_at(p);
+      const Peer &peer = call_.peers[p];
+      a->tag = call_.tag;
+      a->is_staged = call_.is_staged_for(p, peer);
+      for (int i = 0; i < kNumBuffers; ++i)
+        a->buffer[i] = call_.buffer[i] - (peer.same_process ? 0 : call_.pool_base);
+    }
+    for (int64_t i = threadIdx.x; i < int64_t(n) * num_counts; i += blockDim.x)
+      reinterpret_cast<int32_t *>(mailbox_at(int(i / num_counts)) + 1)[i % num_counts] = counts[i % num_counts];
+    __threadfence_system(); // every thread's stores above, before the flag of any thread below
+    __syncthreads();
+    for (int p = threadIdx.x; p < n; p += blockDim.x)
+      // Publishes the announce and counts just pushed, and (combine) the rows this rank prepared before.
+      SystemWord<uint64_t>(mailbox_at(p)->flag).store(flag_word(epoch_, kAnnounced), cuda::memory_order_release);
+  }
+
+  // Leader block. Waits for every announce, compares tags, then claims all. False: leave.
+  __device__ bool agree() {
+    for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) {
+      Announce *a = const_cast<Announce *>(announce_of(p));
+      SystemWord<uint64_t> flag(a->flag);
+      const uint64_t expected = flag_word(epoch_, kAnnounced);
+      uint64_t word = 0;
+      // Acquires the peer's announce, its counts, and whatever it released before announcing.
+      if (!wait([&](uint64_t *seen) { return flag_epoch(word = *seen = flag.load(cuda::memory_order_acquire)) >= epoch_; },
+                Phase::kAnnounce, p, expected))
+        break;
+      if (word != expected) fail_revoked(Phase::kAnnounce, p, expected, word);
+      else if (a->tag != call_.tag) fail(Failure::kMismatch, Phase::kAnnounce, p, call_.tag, a->tag);
+    }
+    if (!__syncthreads_and(!is_aborted())) return false;
+    // A peer's buffers may be touched only while it is inside the call. Claiming makes its departure wait for
+    // our finish; a peer that left first has revoked the word and we leave too.
+    for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) {
+      uint64_t word = flag_word(epoch_, kAnnounced);
+      SystemWord<uint64_t> flag(const_cast<Announce *>(announce_of(p))->flag);
+      if (!flag.compare_exchange_strong(word, flag_word(epoch_, kClaimed), cuda::memory_order_acq_rel))
+        fail_revoked(Phase::kClaim, p, flag_word(epoch_, kAnnounced), word);
+    }
+    return __syncthreads_and(!is_aborted());
+  }
+
+  // Every block, after its last access to anything shared. Non-leaders return true at once and may exit; the
+  // leader returns when all that concerns this rank's buffers is over: true with complete data, false after a
+  // failure (then no peer writes this rank's buffers any more, unless the record says PeerLost).
+  __device__ bool leave() {
+    __threadfence_system(); // this thread's stores to peers, before the finish flag below
+    __syncthreads();
+    DeviceWord<uint32_t> exited(control_->exited);
+    if (!is_leader()) {
+      if (threadIdx.x == 0) exited.fetch_add(1, cuda::memory_order_release);
+      return true;
+    }
+    if (threadIdx.x == 0) {
+      // Acquires all blocks' stores. Blocks only wait for bounded things, so this ends; abort does not cut it
+      // short, since a block that still moves rows must not be left behind.
+      while (exited.load(cuda::memory_order_acquire) != gridDim.x - 1) {
+      }
+      exited.store(0, cuda::memory_order_relaxed);
+      __threadfence_system(); // carries what was acquired to system scope for the flags below
+    }
+    __syncthreads();
+    bool is_sent = false;
+    if (__syncthreads_and(!is_aborted())) {
+      send_finish(flag_word(epoch_, kAnnounced));
+      is_sent = true;
+      wait_finish();
+    }
+    const bool ok = __syncthreads_and(!is_aborted());
+    if (!ok) leave_broken(is_sent);
+    if (threadIdx.x == 0) {
+      if (ok) control_->epoch = epoch_;
+      else control_->broken = 1;
+    }
+    return ok;
+  }
+
+ private:
+  __device__ Announce *mailbox_at(int peer) const {
+    return reinterpret_cast<Announce *>(call_.peers[peer].arena + call_.shape.announce(epoch_, call_.rank));
+  }
+  __device__ SystemWord<uint64_t> finish_from(int peer) const {
+    return SystemWord<uint64_t>(reinterpret_cast<uint64_t *>(call_.arena + call_.shape.finish())[peer]);
+  }
+
+  // Names the rank that the leaver waited for; if that is this rank, it came too late.
+  __device__ void fail_revoked(Phase phase, int peer, uint64_t expected, uint64_t word) {
+    const int culprit = flag_culprit(word);
+    if (culprit == call_.rank || culprit == peer) fail(Failure::kPeerFailed, phase, peer, expected, word);
+    else fail(Failure::kPeerTimeout, phase, culprit, expected, word);
+  }
+
+  // Tells every peer: this rank touches nothing of yours any more (and, without kFailed, all its rows are there).
+  __device__ void send_finish(uint64_t word) {
+    for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x)
+      SystemWord<uint64_t>(reinterpret_cast<uint64_t *>(call_.peers[p].arena + call_.shape.finish())[call_.rank])
+          .store(word, cuda::memory_order_release);
+  }
+
+  __device__ void wait_finish() {
+    for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) {
+      uint64_t word = 0;
+      // Acquires the rows that the peer stored into this rank's buffers.
+      if (!wait([&](uint64_t *seen) { return flag_epoch(word = *seen = finish_from(p).load(cuda::memory_order_acquire)) >= epoch_; },
+                Phase::kFinish, p, flag_word(epoch_, kAnnounced)))
+        return;
+      if (flag_state(word) == kFailed) fail_revoked(Phase::kFinish, p, flag_word(epoch_, kAnnounced), word);
+    }
+  }
+
+  // Leader block, nothing of ours is being moved any more: revoke, tell, wait for those who claimed.
+  __device__ void leave_broken(bool is_sent) {
+    const uint64_t culprit = uint64_t(call_.failure->peer) & (kMaxRanks - 1);
+    const uint64_t revoked = flag_word(epoch_, kRevoked, culprit);
+    if (!is_sent) send_finish(flag_word(epoch_, kFailed, culprit));
+    for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) {
+      if (p == call_.rank) continue;
+      SystemWord<uint64_t> flag(mailbox_at(p)->flag);
+      uint64_t word = flag.load(cuda::memory_order_relaxed);
+      bool is_claimed = false;
+      do is_claimed = word == flag_word(epoch_, kClaimed);
+      while (!is_claimed && !flag.compare_exchange_weak(word, revoked, cuda::memory_order_acq_rel));
+      if (!is_claimed) continue;
+      // The peer may be writing our buffers: its finish ends that. Second limit; beyond it nothing is safe.
+      const uint64_t start = now_ns();
+      while (flag_epoch(finish_from(p).load(cuda::memory_order_acquire)) < epoch_) {
+        if (now_ns() - start <= call_.limit_ns) continue;
+        call_.failure->peer = p;
+        SystemWord<uint32_t>(call_.failure->code).store(uint32_t(Failure::kPeerLost), cuda::memory_order_release);
+        break;
+      }
+    }
+    __syncthreads();
+  }
+
+  const CallParams &call_;
+  Control *control_;
+  uint64_t epoch_;
+};
+
+// Fills outputs of a call that failed: floats NaN and indices -1 (both are bytes of 0xff), sizes 0. The calling
+// threads (`first` .. step `count`) share the work.
+__device__ __forceinline__ void poison(const Outputs &outputs, int64_t first, int64_t count) {
+  for (int i = 0; i < outputs.size; ++i) {
+    const uint32_t word = outputs.is_size[i] ? 0u : 0xffffffffu;
+    uint32_t *at = static_cast<uint32_t *>(outputs.at[i]);
+    for (int64_t j = first; j < outputs.bytes[i] / 4; j += count) at[j] = word;
+  }
+}
+
+} // namespace jax_ep

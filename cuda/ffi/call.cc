@@ -1,0 +1,130 @@
+#include "cuda/ffi/call.h"
+
+#include "cuda/runtime/bind.h"
+#include "cuda/runtime/rendezvous.h"
+
+namespace jax_ep {
+namespace {
+
+ffi::Error internal(std::string text) { return ffi::Error(ffi::ErrorCode::kInternal, std::move(text)); }
+ffi::Error invalid(std::string text) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::move(text)); }
+
+uint64_t hash(std::initializer_list<int64_t> words) { // FNV-1a over bytes: equal programs, equal tag
+  uint64_t h = 0xcbf29ce484222325u;
+  for (int64_t w : words)
+    for (int i = 0; i < 8; ++i) h = (h ^ uint8_t(w >> 8 * i)) * 0x100000001b3u;
+  return h;
+}
+
+} // namespace
+
+ffi::ErrorOr<CallAttributes> CallAttributes::read(const ffi::Dictionary &attrs) {
+  CallAttributes a{};
+  auto key = attrs.get<std::string_view>("key");
+  if (!key) return ffi::Unexpected(key.error());
+  a.key = *key;
+  const struct { const char *name; int64_t *to; } fields[] = {
+      {"num_ranks", &a.num_ranks},         {"num_experts", &a.num_experts},
+      {"num_topk", &a.num_topk},           {"row_bytes", &a.row_bytes},
+      {"dtype", &a.dtype},                 {"layout", &a.layout},
+      {"expert_alignment", &a.expert_alignment}, {"zero_tail", &a.zero_tail},
+      {"num_sms", &a.num_sms},             {"staging_bytes", &a.staging_bytes},
+      {"force_staged", &a.force_staged},   {"setup_timeout_ns", &a.setup_timeout_ns},
+      {"first_timeout_ns", &a.first_timeout_ns}, {"timeout_ns", &a.timeout_ns}};
+  for (const auto &f : fields) {
+    auto value = attrs.get<int64_t>(f.name);
+    if (!value) return ffi::Unexpected(value.error());
+    *f.to = *value;
+  }
+  return a;
+}
+
+int64_t Buffers::arg_dim(size_t i, size_t dim) const {
+  auto b = args_.get<ffi::AnyBuffer>(i);
+  return b && dim < b->dimensions().size() ? b->dimensions()[dim] : -1;
+}
+
+ffi::ErrorOr<ffi::AnyBuffer> Buffers::ret_buffer(size_t i) const {
+  auto b = rets_.get<ffi::AnyBuffer>(i);
+  if (!b) return ffi::Unexpected(b.error());
+  return **b;
+}
+
+int64_t Buffers::ret_dim(size_t i, size_t dim) const {
+  auto b = ret_buffer(i);
+  return b && dim < b->dimensions().size() ? b->dimensions()[dim] : -1;
+}
+
+void *Buffers::get(ffi::ErrorOr<ffi::AnyBuffer> buffer, const char *kind, size_t i, int64_t bytes) {
+  const std::string name = std::string(op_) + " " + kind + " " + std::to_string(i);
+  if (!buffer) {
+    if (problem_.empty()) problem_ = name + ": missing";
+    return nullptr;
+  }
+  const int64_t got = int64_t(buffer->size_bytes());
+  if (got < bytes && problem_.empty())
+    problem_ = name + ": got " + std::to_string(got) + " bytes, expected at least " + std::to_string(bytes);
+  return got ? buffer->untyped_data() : nullptr;
+}
+
+CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, std::initializer_list<int64_t> what,
+                     const Shared (&shared)[kNumBuffers]) {
+  CallParams c{};
+  c.shape = rank.shape;
+  c.arena = rank.arena, c.peers = rank.peers, c.failure = rank.failure;
+  c.pool_base = reinterpret_cast<uint64_t>(rank.pool ? rank.pool->base : nullptr);
+  c.op = op, c.rank = rank.rank, c.num_ranks = int32_t(a.num_ranks), c.num_topk = int32_t(a.num_topk);
+  c.row_bytes = a.row_bytes;
+  c.tag = hash({int64_t(op), int64_t(hash(what)), a.num_ranks, a.num_experts, a.num_topk, a.row_bytes, a.dtype,
+                a.layout, a.expert_alignment});
+  c.force_staged = a.force_staged != 0;
+  c.is_direct = rank.pool && rank.pool->base && rank.pool->is_exportable;
+  bool reaches_all = !c.force_staged || a.num_ranks == 1;
+  for (int i = 0; i < kNumBuffers; ++i) {
+    c.buffer[i] = reinterpret_cast<uint64_t>(shared[i].at);
+    // A buffer outside the exported pool (growing pool, other allocator, imported array) is not reachable for
+    // other processes: this call's rows go through staging.
+    if (!rank.pool || !rank.pool->contains(shared[i].at, shared[i].bytes)) c.is_direct = 0;
+  }
+  for (uint8_t same : rank.same_process) reaches_all = reaches_all && (same || c.is_direct);
+  const int64_t before = rank.count_call(!reaches_all);
+  c.limit_ns = uint64_t(before == 0 ? a.first_timeout_ns : a.timeout_ns);
+  return c;
+}
+
+ffi::ErrorOr<const RankContext *> find_rank(std::string_view key, int32_t device) {
+  const RankContext *rank = Registry::get().find(key, device);
+  if (!rank)
+    return ffi::Unexpected(internal("SetupError: device " + std::to_string(device) +
+                                    " was not bound to its expert-parallel group when the program was compiled or "
+                                    "loaded; run it on the mesh that it was compiled for"));
+  const std::string failure = describe(*rank->failure);
+  if (!failure.empty()) return ffi::Unexpected(internal(failure));
+  return rank;
+}
+
+ffi::Error instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs) {
+  auto a = CallAttributes::read(attrs);
+  if (!a) return a.error();
+  auto groups = attrs.get<ffi::Span<const int64_t>>("groups");
+  if (!groups) return groups.error();
+  BindRequest request;
+  request.key = std::string(a->key);
+  request.groups.assign(groups->begin(), groups->end());
+  request.num_ranks = a->num_ranks, request.num_experts = a->num_experts, request.num_topk = a->num_topk;
+  request.row_bytes = a->row_bytes, request.staging_bytes = a->staging_bytes, request.num_sms = a->num_sms;
+  request.setup_timeout_ns = a->setup_timeout_ns;
+  const std::string problem = bind_from_instantiate(request);
+  return problem.empty() ? ffi::Error::Success() : internal(problem);
+}
+
+ffi::Error initialize(ffi::RunId run, int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs) {
+  auto key = attrs.get<std::string_view>("key");
+  auto timeout = attrs.get<int64_t>("first_timeout_ns");
+  if (!key) return key.error();
+  if (!timeout) return timeout.error();
+  const std::string problem = rendezvous(*key, run.run_id, device, *timeout);
+  return problem.empty() ? ffi::Error::Success() : internal(problem);
+}
+
+} // namespace jax_ep

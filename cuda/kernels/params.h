@@ -1,0 +1,43 @@
+// What every call hands to its kernel, whatever the operation.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/layout.h"
+
+namespace jax_ep {
+
+struct CallParams {
+  ArenaShape shape;
+  char *arena;             // own arena
+  const Peer *peers;       // device memory, [num_ranks]
+  FailureRecord *failure;  // pinned host memory
+  uint64_t pool_base;      // own XLA pool: announced offsets count from here
+  uint64_t tag;            // must be equal on all ranks
+  uint64_t limit_ns;       // how long to wait for a peer
+  uint64_t buffer[kNumBuffers]; // own buffers that peers touch in this call
+  Op op;
+  int32_t rank;
+  int32_t num_ranks;
+  int32_t num_topk;
+  int64_t row_bytes;
+  int32_t force_staged;    // 1: every other rank goes through staging (a test aid)
+  int32_t is_direct;       // 1: all of `buffer` lie in the exported pool
+
+  JAX_EP_HD bool is_staged_for(int peer, const Peer &p) const {
+    return peer != rank && (force_staged || (!is_direct && !p.same_process));
+  }
+  JAX_EP_HD StagingShape staging() const { return StagingShape{row_bytes, num_topk}; }
+};
+
+// Results of a call, for poisoning after a failure. Sizes become 0, everything else bytes of 0xff.
+struct Outputs {
+  static constexpr int kMax = 12;
+  void *at[kMax];
+  int64_t bytes[kMax]; // multiples of 4
+  uint8_t is_size[kMax];
+  int32_t size;
+  void add(void *p, int64_t n, bool sizes = false) { at[size] = p, bytes[size] = n, is_size[size++] = sizes; }
+};
+
+} // namespace jax_ep

@@ -1,0 +1,174 @@
+// Staged path: rows for a rank whose XLA buffers a peer cannot reach go through a window in its arena, in rounds
+// of B tokens per source. Slower than the direct path and always right.
+//
+// Both sides of a pair know from the announce whether the pair is staged, and run the same rounds. Round j uses
+// the half j % 2 of the window [2][num_ranks][B] records. Flags (layout.h): the pusher waits until round j - 2 is
+// drained (`free`), all its blocks push, the leader releases `ready`; the drainer's leader acquires it, a grid
+// barrier passes it on, all blocks drain, the leader releases `free`. Each pair of ranks runs the rounds in the
+// same order and a push never waits for a later drain, so rounds cannot deadlock.
+#pragma once
+
+#include "cuda/device/sync.cuh"
+#include "cuda/kernels/route.cuh"
+
+namespace jax_ep {
+
+// Where one peer's announced buffers lie for this device; rows null: staged, not reachable.
+struct PeerRows {
+  char *rows;
+  float *scalars;
+  int32_t *meta, *tokens;
+};
+
+__device__ __forceinline__ void fill_peer_rows(const CallParams &call, const Session &session, PeerRows *table) {
+  for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) {
+    const Announce *a = session.announce_of(p);
+    char *base = call.peers[p].same_process ? nullptr : call.peers[p].pool;
+    auto at = [&](Buffer b) { return base + a->buffer[b]; };
+    table[p] = a->is_staged ? PeerRows{}
+                            : PeerRows{at(kRows), reinterpret_cast<float *>(at(kScalars)),
+                                       reinterpret_cast<int32_t *>(at(kMeta)), reinterpret_cast<int32_t *>(at(kTokens))};
+  }
+}
+
+struct Rounds {
+  const CallParams &call;
+  int tokens_per_round, count;
+
+  __device__ Rounds(const CallParams &c, int num_tokens)
+      : call(c), tokens_per_round(int(min(c.staging().tokens_per_round(c.shape), int64_t(1) << 30))),
+        count((num_tokens + tokens_per_round - 1) / tokens_per_round) {}
+
+  __device__ TokenRange tokens(int round, int num_tokens) const {
+    const int64_t begin = int64_t(round) * tokens_per_round;
+    return {int(begin), int(min(begin + tokens_per_round, int64_t(num_tokens)))};
+  }
+  // Record of the token at `index` in a round, in `owner`'s window for `partner`.
+  __device__ char *record(char *arena, int round, int partner, int index) const {
+    const int64_t window = (int64_t(round & 1) * call.num_ranks + partner) * tokens_per_round + index;
+    return arena + call.shape.staging() + window * call.staging().record_bytes();
+  }
+  __device__ SystemWord<uint64_t> flag(char *arena, int64_t offset, int index) const {
+    return SystemWord<uint64_t>(reinterpret_cast<uint64_t *>(arena + offset)[index]);
+  }
+};
+
+// Runs all rounds of a call. `pushes_to(p)` / `drains_from(p)`: is the pair staged in that direction;
+// `push(round)` / `drain(round)`: moves records, all blocks. False: a peer failed, leave.
+template <class PushesTo, class DrainsFrom, class Push, class Drain>
+__device__ bool run_rounds(Session &session, const Rounds &rounds, PushesTo pushes_to, DrainsFrom drains_from,
+                           Push push, Drain drain) {
+  const CallParams &call = rounds.call;
+  const uint64_t epoch = session.epoch();
+  for (int round = 0; round < rounds.count; ++round) {
+    if (session.is_leader()) {
+      for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) {
+        if (round < 2 || !pushes_to(p)) continue;
+        // Credit: the partner has drained round - 2, this half of its window may be overwritten.
+        auto word = rounds.flag(call.arena, call.shape.free_(), p);
+        session.wait([&](uint64_t *seen) { return (*seen = word.load(cuda::memory_order_acquire)) >= round_word(epoch, round - 1); },
+                     Phase::kRound, p, round_word(epoch, round - 1));
+      }
+    }
+    if (!session.grid_barrier()) return false;
+    push(round);
+    __threadfence_system(); // records, before the ready flag that the leader stores after the barrier
+    if (!session.grid_barrier()) return false;
+    if (session.is_leader()) {
+      for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) {
+        if (pushes_to(p)) // publishes this rank's records of the round in p's window
+          rounds.flag(call.peers[p].arena, call.shape.ready(), call.rank)
+              .store(round_word(epoch, round + 1), cuda::memory_order_release);
+      }
+      for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) {
+        if (!drains_from(p)) continue;
+        auto word = rounds.flag(call.arena, call.shape.ready(), p);
+        session.wait([&](uint64_t *seen) { return (*seen = word.load(cuda::memory_order_acquire)) >= round_word(epoch, round + 1); },
+                     Phase::kRound, p, round_word(epoch, round + 1));
+      }
+    }
+    if (!session.grid_barrier()) return false; // the acquired records, for every block
+    drain(round);
+    if (!session.grid_barrier()) return false; // every block has read the half
+    if (session.is_leader()) {
+      for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x)
+        if (drains_from(p)) // gives the half back
+          rounds.flag(call.peers[p].arena, call.shape.free_(), call.rank)
+              .store(round_word(epoch, round + 1), cuda::memory_order_release);
+    }
+  }
+  return true;
+}
+
+// Is any pair of this rank staged? The same answer in all threads.
+template <class PushesTo, class DrainsFrom>
+__device__ bool any_staged(const CallParams &call, PushesTo pushes_to, DrainsFrom drains_from) {
+  bool any = false;
+  for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) any |= pushes_to(p) || drains_from(p);
+  return __syncthreads_or(any);
+}
+
+// Dispatch: the source pushes each token of the round, with its rows' places, to every staged receiver.
+template <bool kRoute> __device__ void stage_dispatch(const DispatchParams &p, Session &session) {
+  const CallParams &call = p.call;
+  const int lane = threadIdx.x % kWarpSize, num_topk = call.num_topk, num_ranks = call.num_ranks;
+  const int64_t warp = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kWarpSize;
+  const int64_t num_warps = int64_t(gridDim.x) * blockDim.x / kWarpSize;
+  const StagingShape shape = call.staging();
+  const bool is_token_layout = p.layout == Layout::kToken;
+  auto pushes_to = [&](int r) { return session.announce_of(r)->is_staged != 0; };
+  auto drains_from = [&](int r) { return call.is_staged_for(r, call.peers[r]); };
+  if (!any_staged(call, pushes_to, drains_from)) return;
+  const Rounds rounds(call, p.num_tokens);
+
+  auto push = [&](int round) {
+    const TokenRange tokens = rounds.tokens(round, p.num_tokens);
+    const int64_t size = tokens.end - tokens.begin;
+    for (int64_t i = warp; i < size * num_ranks; i += num_warps) {
+      const int index = int(i % size), rank = int(i / size), token = tokens.begin + index;
+      if (!pushes_to(rank)) continue;
+      char *record = rounds.record(call.peers[rank].arena, round, call.rank, index);
+      const int slot = p.slot[int64_t(token) * num_ranks + rank];
+      if (lane == 0) *reinterpret_cast<int32_t *>(record + shape.slot()) = slot;
+      if (slot < 0) continue;
+      if (lane < num_topk) {
+        const int64_t at = int64_t(token) * num_topk + lane;
+        const int expert = p.topk_clean[at];
+        const bool is_here = expert >= 0 && expert / p.num_local_experts == rank;
+        const int meta = is_token_layout ? expert - rank * p.num_local_experts : p.dst_row[at];
+        reinterpret_cast<int32_t *>(record + shape.meta())[lane] = is_here ? meta : -1;
+        reinterpret_cast<float *>(record + shape.scalars())[lane] = is_here && p.recv_weights ? p.weights[at] : 0.f;
+      }
+      warp_copy(record, p.x + int64_t(token) * call.row_bytes, call.row_bytes, lane);
+    }
+  };
+  auto drain = [&](int round) {
+    const TokenRange tokens = rounds.tokens(round, p.num_tokens);
+    const int64_t size = tokens.end - tokens.begin;
+    for (int64_t i = warp; i < size * num_ranks; i += num_warps) {
+      const int index = int(i % size), rank = int(i / size);
+      if (!drains_from(rank)) continue;
+      const char *record = rounds.record(call.arena, round, rank, index);
+      const int slot = *reinterpret_cast<const int32_t *>(record + shape.slot());
+      if (slot < 0) continue;
+      const int meta = lane < num_topk ? reinterpret_cast<const int32_t *>(record + shape.meta())[lane] : -1;
+      const float weight = lane < num_topk ? reinterpret_cast<const float *>(record + shape.scalars())[lane] : 0.f;
+      if (lane < num_topk) {
+        const int64_t at = int64_t(slot) * num_topk + lane;
+        if (kRoute) p.slot_meta[at] = meta;
+        if (p.recv_weights && is_token_layout) p.recv_weights[at] = weight;
+        if (p.recv_weights && !is_token_layout && meta >= 0) p.recv_weights[meta] = weight;
+      }
+      if (kRoute && lane == 0) p.slot_token[slot] = tokens.begin + index;
+      // Token layout: one row, at the slot. Expert layout: one row per k that stays here.
+      unsigned todo = is_token_layout ? 1u : __ballot_sync(kFullWarp, meta >= 0);
+      for (; todo; todo &= todo - 1) {
+        const int row = is_token_layout ? slot : __shfl_sync(kFullWarp, meta, __ffs(todo) - 1);
+        warp_copy(p.recv_x + int64_t(row) * call.row_bytes, record, call.row_bytes, lane);
+      }
+    }
+  };
+  run_rounds(session, rounds, pushes_to, drains_from, push, drain);
+}
+
+} // namespace jax_ep

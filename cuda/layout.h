@@ -1,0 +1,161 @@
+// Where each byte lives: every struct and offset that two ranks, or host and device, must agree on.
+//
+// This is the only file with offset arithmetic. It is plain C++17 so that host code, device code and the
+// unit tests read the same numbers. Anything that changes here changes kProtocol.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define JAX_EP_HD __host__ __device__ __forceinline__
+#else
+#define JAX_EP_HD inline
+#endif
+
+namespace jax_ep {
+
+constexpr int kProtocol = 1;    // both ends of every mapping compare it before they talk
+constexpr int kMaxTopk = 32;    // one lane of a warp per routed expert of a token
+constexpr int kMaxBlocks = 256; // blocks (= SMs) one call may use; sizes the routing workspace
+
+enum class Op : uint32_t { kDispatch = 1, kRedispatch = 2, kCombine = 3 };
+enum class Layout : int32_t { kExpert = 0, kToken = 1 };
+enum class DType : int32_t { kBF16 = 0, kF16 = 1, kF32 = 2 };
+
+JAX_EP_HD int64_t dtype_bytes(DType t) { return t == DType::kF32 ? 4 : 2; }
+JAX_EP_HD int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// ---------------------------------------------------------------------------------------------------------
+// Flag words. Every flag is a 64-bit number that only grows, so nothing is ever reset between calls and an
+// old value can never be taken for a new one: it carries the epoch (the number of the call in this arena).
+//
+//   announce   epoch << 16 | culprit << 2 | state     in the *receiver's* mailbox, one per source
+//   finish     epoch << 16 | culprit << 2 | state     in the receiver's arena, one per source
+//   ready/free epoch << 20 | rounds done              in the receiver's arena, one per partner (staged path)
+//
+// `culprit` is the rank that a leaver was waiting for, so that whoever meets a revoked word can name it.
+enum State : uint64_t {
+  kAnnounced = 0, // announce: the source's buffers may be claimed; finish: complete
+  kClaimed = 1,   // announce: the owner of the mailbox will touch the source's buffers (CAS announced -> claimed)
+  kRevoked = 2,   // announce: the source left; its buffers are out of bounds (remote CAS announced -> revoked)
+  kFailed = 3,    // finish: the source touches nothing of ours any more, but its part is incomplete
+};
+constexpr int kMaxRanks = 1 << 14; // fits the culprit field
+
+JAX_EP_HD uint64_t flag_word(uint64_t epoch, State state, uint64_t culprit = 0) {
+  return epoch << 16 | culprit << 2 | state;
+}
+JAX_EP_HD uint64_t flag_epoch(uint64_t word) { return word >> 16; }
+JAX_EP_HD State flag_state(uint64_t word) { return State(word & 3); }
+JAX_EP_HD int flag_culprit(uint64_t word) { return int(word >> 2 & (kMaxRanks - 1)); }
+JAX_EP_HD uint64_t round_word(uint64_t epoch, uint64_t rounds) { return epoch << 20 | rounds; }
+
+// ---------------------------------------------------------------------------------------------------------
+// Announce: what a source tells one receiver at the start of a call. `counts` (per expert, then per rank)
+// follow it in the mailbox when the call routes; other calls leave them untouched.
+enum Buffer { kRows = 0, kScalars = 1, kMeta = 2, kTokens = 3, kNumBuffers = 4 };
+
+struct Announce {
+  uint64_t flag;                // announce word, stored last with release.sys
+  uint64_t tag;                 // hash of op, shapes, dtype: ranks that run different programs are found here
+  uint64_t buffer[kNumBuffers]; // address (same process) or offset in the source's XLA pool (other process)
+  uint64_t is_staged;           // 1: this receiver cannot reach the source's buffers, rows go through staging
+  uint64_t reserved[9];
+};
+static_assert(sizeof(Announce) == 128, "announce is one pair of cache sectors");
+
+// Control words of a rank, touched by its own blocks only.
+struct Control {
+  uint64_t epoch;        // calls completed in this arena; the call under way is epoch + 1
+  uint32_t arrived;      // grid barrier: blocks that arrived in this generation (the last one resets it)
+  uint32_t generation;   // grid barrier: advanced by the last arriver
+  uint32_t exited;       // blocks that touch nothing remote any more; the leader waits for all and resets it
+  uint32_t abort;        // set by the first thread whose wait failed; every wait of this rank watches it
+  uint32_t broken;       // a call failed: later calls poison their outputs and leave at once, until reset()
+  uint32_t reserved0;
+  uint64_t warm;         // peers store here once at set-up, so that the first call finds the mapping warm
+  uint64_t reserved[11];
+};
+static_assert(sizeof(Control) == 128, "control block");
+
+// ---------------------------------------------------------------------------------------------------------
+// Arena: the symmetric memory of one rank in one group. Its shape is a size class, never one call's sizes,
+// so that calls of different shapes share an arena and find their mailboxes in the same place.
+struct ArenaShape {
+  int32_t num_ranks;
+  int32_t count_words;   // power of two >= num_experts + num_ranks + 1
+  int64_t staging_bytes; // both windows, all partners
+
+  JAX_EP_HD int64_t control() const { return 0; }
+  JAX_EP_HD int64_t finish() const { return sizeof(Control); }                        // u64 [num_ranks]
+  JAX_EP_HD int64_t ready() const { return finish() + flags(); }                      // u64 [num_ranks]
+  JAX_EP_HD int64_t free_() const { return ready() + flags(); }                       // u64 [num_ranks]
+  JAX_EP_HD int64_t mailbox() const { return free_() + flags(); }                     // [2][num_ranks] announce + counts
+  JAX_EP_HD int64_t announce_stride() const { return sizeof(Announce) + int64_t(count_words) * 4; }
+  JAX_EP_HD int64_t announce(uint64_t epoch, int source) const {                      // alternates by epoch parity
+    return mailbox() + (int64_t(epoch & 1) * num_ranks + source) * announce_stride();
+  }
+  JAX_EP_HD int64_t workspace() const { return announce(1, num_ranks); }              // i32 [kMaxBlocks][count_words], local:
+                                                                                      // experts, ranks, invalid ids
+  JAX_EP_HD int64_t staging() const { return round_up(workspace() + int64_t(kMaxBlocks) * count_words * 4, 1024); }
+  JAX_EP_HD int64_t bytes() const { return staging() + staging_bytes; }
+
+ private:
+  JAX_EP_HD int64_t flags() const { return round_up(int64_t(num_ranks) * 8, 128); }
+};
+
+// The size class that serves a call.
+JAX_EP_HD ArenaShape arena_shape(int num_ranks, int num_experts, int64_t row_bytes, int num_topk,
+                                 int64_t staging_bytes);
+
+// ---------------------------------------------------------------------------------------------------------
+// Staged path: one record per token of a round, in a window of the receiver: [parity][partner][token in round].
+//   dispatch: row, i32 meta[K], f32 scalars[K], i32 slot (-1: the token does not come here)
+//   combine:  row, f32 scalars[K]
+struct StagingShape {
+  int64_t row_bytes;
+  int32_t num_topk;
+  JAX_EP_HD int64_t meta() const { return row_bytes; }
+  JAX_EP_HD int64_t scalars() const { return row_bytes + int64_t(num_topk) * 4; }
+  JAX_EP_HD int64_t slot() const { return row_bytes + int64_t(num_topk) * 8; }
+  JAX_EP_HD int64_t record_bytes() const { return round_up(slot() + 4, 16); }
+  JAX_EP_HD int64_t tokens_per_round(const ArenaShape &arena) const {
+    return arena.staging_bytes / (2 * arena.num_ranks * record_bytes());
+  }
+};
+
+JAX_EP_HD ArenaShape arena_shape(int num_ranks, int num_experts, int64_t row_bytes, int num_topk,
+                                 int64_t staging_bytes) {
+  ArenaShape s{num_ranks, 1, staging_bytes};
+  while (s.count_words < num_experts + num_ranks + 1) s.count_words *= 2;
+  // At least one token per round and partner, both parities; doubling keeps it a size class.
+  while (StagingShape{row_bytes, num_topk}.tokens_per_round(s) < 1) s.staging_bytes *= 2;
+  return s;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// What a rank knows of each peer: device table [num_ranks], filled at set-up, constant afterwards.
+struct Peer {
+  char *arena;           // the peer's arena as this device sees it
+  char *pool;            // base of the peer's XLA pool as this device sees it; null: not mapped
+  uint64_t same_process; // 1: announced buffers are addresses, not pool offsets
+};
+
+// Failure record of one rank in one arena: pinned host memory, written once by the device (code last, after a
+// system fence), read by handlers, watcher and check(). code 0: healthy.
+enum class Failure : uint32_t { kNone = 0, kPeerTimeout = 1, kPeerLost = 2, kMismatch = 3, kPeerFailed = 4 };
+enum class Phase : uint32_t { kAnnounce = 0, kClaim = 1, kRound = 2, kFinish = 3, kGrid = 4 };
+
+struct FailureRecord {
+  uint32_t code;     // Failure
+  uint32_t op;       // Op
+  uint32_t phase;    // Phase
+  int32_t rank;      // the rank that reports
+  int32_t peer;      // the rank that did not come (or differs)
+  uint32_t reserved;
+  uint64_t epoch;    // number of the call in this arena, from 1
+  uint64_t expected; // flag value or tag expected
+  uint64_t seen;     // ... and seen
+};
+
+} // namespace jax_ep

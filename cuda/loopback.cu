@@ -1,0 +1,193 @@
+#include "cuda/loopback.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace jax_ep {
+namespace {
+
+void check(cudaError_t e, const char *what) {
+  if (e != cudaSuccess) throw std::runtime_error(std::string("loopback: ") + what + ": " + cudaGetErrorString(e));
+}
+
+__global__ void delay_kernel(int64_t ns) {
+  uint64_t start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  while (now - start < uint64_t(ns));
+}
+
+// Name -> bytes of one rank's buffer.
+std::map<std::string, int64_t> buffer_sizes(const LoopbackShape &s) {
+  const int64_t T = s.num_tokens, K = s.num_topk, R = s.num_ranks, L = s.num_experts / R, C = s.capacity;
+  const bool is_token = s.layout == Layout::kToken;
+  const int64_t S = is_token ? C : R * T, scalars = s.has_weights ? C * 4 * (is_token ? K : 1) : 0;
+  return {{"x", T * s.row_bytes}, {"topk_idx", T * K * 4}, {"weights", s.has_weights ? T * K * 4 : 0},
+          {"recv_x", C * s.row_bytes}, {"recv_weights", scalars}, {"slot_meta", S * K * 4}, {"slot_token", S * 4},
+          {"group_sizes", L * 4}, {"counts", L * 4}, {"stats", 32}, {"topk_clean", T * K * 4}, {"slot", T * R * 4},
+          {"dst_row", T * K * 4}, {"recv_offsets", (R + 1) * 4},
+          {"y", C * s.row_bytes}, {"y_weights", s.has_weights && !is_token ? C * 4 : 0}, {"scalars", scalars},
+          {"bias", s.has_bias ? T * s.row_bytes : 0}, {"out", T * s.row_bytes},
+          {"out_scalars", s.has_weights ? T * K * 4 : 0}, {"partial", is_token ? 0 : S * s.row_bytes}};
+}
+
+} // namespace
+
+Loopback::Loopback(int device, const LoopbackShape &shape) : device_(device), shape_(shape), sizes_(buffer_sizes(shape)) {
+  check(cudaSetDevice(device_), "cudaSetDevice");
+  check(load_dispatch_kernels(), "loading dispatch kernels");
+  check(load_combine_kernels(), "loading combine kernels");
+  arena_shape_ = arena_shape(shape.num_ranks, shape.num_experts, shape.row_bytes, shape.num_topk, shape.staging_bytes);
+  auto allocate = [&](int64_t bytes) {
+    void *p = nullptr;
+    check(cudaMalloc(&p, std::max<int64_t>(bytes, 16)), "cudaMalloc");
+    owned_.push_back(p);
+    return static_cast<char *>(p);
+  };
+  std::vector<Peer> peers;
+  for (int r = 0; r < shape.num_ranks; ++r) {
+    arenas_.push_back(allocate(arena_shape_.bytes()));
+    check(cudaMemset(arenas_[r], 0, arena_shape_.bytes()), "cudaMemset");
+    peers.push_back({arenas_[r], nullptr, 1});
+    for (const auto &[name, bytes] : sizes_) buffers_[name].push_back(allocate(bytes));
+    cudaStream_t stream;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    streams_.push_back(stream);
+  }
+  peers_ = reinterpret_cast<Peer *>(allocate(sizeof(Peer) * peers.size()));
+  check(cudaMemcpy(peers_, peers.data(), sizeof(Peer) * peers.size(), cudaMemcpyHostToDevice), "cudaMemcpy");
+  check(cudaHostAlloc(&failures_, sizeof(FailureRecord) * shape.num_ranks, cudaHostAllocMapped | cudaHostAllocPortable),
+        "cudaHostAlloc");
+  std::memset(failures_, 0, sizeof(FailureRecord) * shape.num_ranks);
+}
+
+Loopback::~Loopback() {
+  for (cudaStream_t s : streams_) cudaStreamSynchronize(s), cudaStreamDestroy(s);
+  for (void *p : owned_) cudaFree(p);
+  if (failures_) cudaFreeHost(failures_);
+}
+
+template <class T> T *Loopback::at(const std::string &name, int rank) const {
+  return sizes_.at(name) ? reinterpret_cast<T *>(buffers_.at(name)[rank]) : nullptr;
+}
+
+void Loopback::write(const std::string &name, int rank, const void *data, int64_t bytes) {
+  if (bytes != sizes_.at(name)) throw std::runtime_error("loopback: " + name + " takes " + std::to_string(sizes_.at(name)) + " bytes");
+  check(cudaMemcpy(buffers_.at(name).at(rank), data, bytes, cudaMemcpyHostToDevice), "write");
+}
+
+void Loopback::read(const std::string &name, int rank, void *data) const {
+  check(cudaMemcpy(data, buffers_.at(name).at(rank), sizes_.at(name), cudaMemcpyDeviceToHost), "read");
+}
+
+void Loopback::fill(const std::string &name, int byte) {
+  for (char *p : buffers_.at(name)) check(cudaMemset(p, byte, sizes_.at(name)), "fill");
+  check(cudaDeviceSynchronize(), "fill");
+}
+
+CallParams Loopback::call(int rank, Op op, std::initializer_list<const char *> shared) const {
+  CallParams c{};
+  c.shape = arena_shape_;
+  c.arena = arenas_[rank], c.peers = peers_, c.failure = failures_ + rank;
+  c.op = op, c.rank = rank, c.num_ranks = shape_.num_ranks, c.num_topk = shape_.num_topk;
+  c.row_bytes = shape_.row_bytes, c.tag = uint64_t(op), c.limit_ns = uint64_t(shape_.timeout_ns);
+  c.force_staged = shape_.force_staged, c.is_direct = 1;
+  int i = 0;
+  for (const char *name : shared) c.buffer[i++] = reinterpret_cast<uint64_t>(at<char>(name, rank));
+  return c;
+}
+
+DispatchParams Loopback::dispatch_params(int rank, bool is_route) const {
+  DispatchParams p{};
+  p.call = call(rank, is_route ? Op::kDispatch : Op::kRedispatch, {"recv_x", "recv_weights", "slot_meta", "slot_token"});
+  p.x = at<char>("x", rank), p.topk_idx = is_route ? at<int32_t>("topk_idx", rank) : nullptr;
+  p.weights = at<float>("weights", rank), p.topk_clean = at<int32_t>("topk_clean", rank);
+  p.slot = at<int32_t>("slot", rank), p.dst_row = at<int32_t>("dst_row", rank);
+  p.slot_meta = at<int32_t>("slot_meta", rank), p.slot_token = at<int32_t>("slot_token", rank);
+  p.recv_offsets = at<int32_t>("recv_offsets", rank), p.group_sizes = at<int32_t>("group_sizes", rank);
+  p.counts = at<int32_t>("counts", rank), p.recv_x = at<char>("recv_x", rank);
+  p.recv_weights = at<float>("recv_weights", rank), p.stats = is_route ? at<int32_t>("stats", rank) : nullptr;
+  p.num_tokens = shape_.num_tokens, p.num_experts = shape_.num_experts;
+  p.num_local_experts = shape_.num_experts / shape_.num_ranks, p.capacity = shape_.capacity;
+  p.num_slots = shape_.layout == Layout::kToken ? shape_.capacity : shape_.num_ranks * shape_.num_tokens;
+  p.alignment = shape_.alignment, p.layout = shape_.layout, p.zero_tail = shape_.zero_tail;
+  p.num_blocks = shape_.num_sms, p.use_bulk = shape_.use_bulk;
+  p.outputs.add(p.recv_x, sizes_.at("recv_x"));
+  if (is_route) {
+    p.outputs.add(p.group_sizes, sizes_.at("group_sizes"), true);
+    p.outputs.add(p.stats, sizes_.at("stats"), true);
+  }
+  return p;
+}
+
+CombineParams Loopback::combine_params(int rank) const {
+  CombineParams p{};
+  const bool is_token = shape_.layout == Layout::kToken;
+  p.call = call(rank, Op::kCombine, {is_token ? "y" : "partial", "scalars"});
+  p.y = at<char>("y", rank), p.weights = at<float>("y_weights", rank), p.scalars = at<float>("scalars", rank);
+  p.bias = at<char>("bias", rank), p.topk_clean = at<int32_t>("topk_clean", rank);
+  p.slot = at<int32_t>("slot", rank), p.dst_row = at<int32_t>("dst_row", rank);
+  p.slot_meta = at<int32_t>("slot_meta", rank), p.slot_token = at<int32_t>("slot_token", rank);
+  p.recv_offsets = at<int32_t>("recv_offsets", rank), p.out = at<char>("out", rank);
+  p.out_scalars = at<float>("out_scalars", rank), p.partial = at<char>("partial", rank);
+  p.num_tokens = shape_.num_tokens, p.num_local_experts = shape_.num_experts / shape_.num_ranks;
+  p.num_slots = is_token ? shape_.capacity : shape_.num_ranks * shape_.num_tokens;
+  p.layout = shape_.layout, p.dtype = shape_.dtype, p.num_blocks = shape_.num_sms, p.use_bulk = shape_.use_bulk;
+  p.outputs.add(p.out, sizes_.at("out"));
+  return p;
+}
+
+void Loopback::launch_rank(const std::string &op, int rank) {
+  if (op == "combine") check(launch_combine(combine_params(rank), streams_[rank]), "combine");
+  else if (op == "dispatch" || op == "redispatch")
+    check(launch_dispatch(dispatch_params(rank, op == "dispatch"), streams_[rank]), op.c_str());
+  else throw std::runtime_error("loopback: no operation " + op);
+}
+
+void Loopback::launch(const std::string &op, const std::vector<int64_t> &delay_ns, const std::vector<int> &absent) {
+  check(cudaSetDevice(device_), "cudaSetDevice");
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    if (std::find(absent.begin(), absent.end(), r) != absent.end()) continue;
+    if (r < int(delay_ns.size()) && delay_ns[r] > 0) delay_kernel<<<1, 1, 0, streams_[r]>>>(delay_ns[r]);
+    launch_rank(op, r);
+  }
+}
+
+void Loopback::synchronize() {
+  for (cudaStream_t s : streams_) check(cudaStreamSynchronize(s), "synchronize");
+}
+
+double Loopback::time(const std::string &op, int calls) {
+  check(cudaSetDevice(device_), "cudaSetDevice");
+  const int n = shape_.num_ranks;
+  std::vector<cudaEvent_t> begin(n), end(n);
+  for (int r = 0; r < n; ++r) check(cudaEventCreate(&begin[r]), "event"), check(cudaEventCreate(&end[r]), "event");
+  synchronize();
+  // All ranks wait behind one delay, so that launching is not timed.
+  for (int r = 0; r < n; ++r) {
+    delay_kernel<<<1, 1, 0, streams_[r]>>>(2000000);
+    check(cudaEventRecord(begin[r], streams_[r]), "event");
+  }
+  for (int i = 0; i < calls; ++i)
+    for (int r = 0; r < n; ++r) launch_rank(op, r);
+  float worst = 0;
+  for (int r = 0; r < n; ++r) check(cudaEventRecord(end[r], streams_[r]), "event");
+  for (int r = 0; r < n; ++r) {
+    float ms = 0;
+    check(cudaEventSynchronize(end[r]), "event");
+    check(cudaEventElapsedTime(&ms, begin[r], end[r]), "event");
+    worst = std::max(worst, ms);
+    cudaEventDestroy(begin[r]), cudaEventDestroy(end[r]);
+  }
+  return worst * 1e3 / calls;
+}
+
+void Loopback::reset() {
+  synchronize();
+  for (char *a : arenas_) check(cudaMemset(a, 0, arena_shape_.bytes()), "reset");
+  check(cudaDeviceSynchronize(), "reset");
+  std::memset(failures_, 0, sizeof(FailureRecord) * shape_.num_ranks);
+}
+
+} // namespace jax_ep

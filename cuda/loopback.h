@@ -1,0 +1,65 @@
+// R ranks on R streams of one device, without XLA: the kernels as they are, in one process. Used by the warm-up
+// (one rank), by tests/gpu/test_loopback.py and under compute-sanitizer.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/kernels/combine_peer.h"
+#include "cuda/kernels/dispatch_peer.h"
+
+namespace jax_ep {
+
+struct LoopbackShape {
+  int num_ranks, num_tokens, num_topk, num_experts, row_bytes, capacity, alignment;
+  Layout layout;
+  DType dtype;
+  bool zero_tail, has_weights, has_bias, use_bulk, force_staged;
+  int num_sms;
+  int64_t staging_bytes, timeout_ns;
+};
+
+class Loopback {
+ public:
+  Loopback(int device, const LoopbackShape &shape); // throws std::runtime_error
+  ~Loopback();
+  Loopback(const Loopback &) = delete;
+
+  // Buffers by name (see buffer_sizes in the source), one per rank.
+  int64_t bytes(const std::string &name) const { return sizes_.at(name); }
+  void write(const std::string &name, int rank, const void *data, int64_t bytes);
+  void read(const std::string &name, int rank, void *data) const;
+  void fill(const std::string &name, int byte);
+
+  // op: "dispatch", "redispatch", "combine". Every rank but those in `absent` launches, after its delay.
+  void launch(const std::string &op, const std::vector<int64_t> &delay_ns, const std::vector<int> &absent);
+  void synchronize();
+  // Microseconds per call of the slowest rank over `calls` back-to-back calls.
+  double time(const std::string &op, int calls);
+  FailureRecord failure(int rank) const { return failures_[rank]; }
+  void reset(); // clears flags and records; nothing may be running
+
+ private:
+  template <class T> T *at(const std::string &name, int rank) const;
+  CallParams call(int rank, Op op, std::initializer_list<const char *> shared) const;
+  DispatchParams dispatch_params(int rank, bool is_route) const;
+  CombineParams combine_params(int rank) const;
+  void launch_rank(const std::string &op, int rank);
+
+  int device_;
+  LoopbackShape shape_;
+  ArenaShape arena_shape_;
+  std::map<std::string, int64_t> sizes_;
+  std::map<std::string, std::vector<char *>> buffers_;
+  std::vector<void *> owned_;
+  std::vector<char *> arenas_;
+  Peer *peers_ = nullptr;
+  FailureRecord *failures_ = nullptr;
+  std::vector<cudaStream_t> streams_;
+};
+
+} // namespace jax_ep
