@@ -25,13 +25,11 @@ OUT_NAME = "jax_ep_out"  # result of combine
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(spec: Spec, x, topk_idx, weights) -> tuple[jax.Array, jax.Array, Handle]:
-    """recv_x, recv_weights and the handle."""
+    """Received rows, received weights and the handle."""
     (recv_x, recv_weights, slot_meta, slot_token, group_sizes, counts, stats, topk_idx, slot, dst_row, recv_offsets) = (
         dispatch_p.bind(x, topk_idx, weights, spec=spec)
     )
-    handle = Handle(
-        topk_idx, slot, dst_row, slot_meta, slot_token, recv_offsets, group_sizes, counts, stats, spec=spec
-    )
+    handle = Handle(topk_idx, slot, dst_row, slot_meta, slot_token, recv_offsets, group_sizes, counts, stats, spec=spec)
     handle = jax.tree.map(lambda a: checkpoint_name(a, HANDLE_NAME), handle)
     return checkpoint_name(recv_x, RECV_NAME), checkpoint_name(recv_weights, RECV_NAME), handle
 
@@ -52,7 +50,7 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def redispatch(zero_tail: bool, x, weights, handle: Handle) -> tuple[jax.Array, jax.Array]:
-    """recv_x and recv_weights along the routing of the handle."""
+    """Received rows and weights along the routing of the handle."""
     spec = dataclasses.replace(handle.spec, zero_tail=zero_tail)
     recv_x, recv_weights = redispatch_p.bind(x, weights, *handle.arrays, spec=spec)
     return checkpoint_name(recv_x, RECV_NAME), checkpoint_name(recv_weights, RECV_NAME)
@@ -71,7 +69,7 @@ redispatch.defvjp(_redispatch_fwd, _redispatch_bwd)
 
 @jax.custom_vjp
 def combine(y, weights, scalars, bias, handle: Handle) -> tuple[jax.Array, jax.Array]:
-    """out and out_scalars; weights, scalars and bias may be empty."""
+    """Sums and scalars of the entries; weights, scalars and bias may be empty."""
     out, out_scalars = combine_p.bind(y, weights, scalars, bias, *handle.arrays, spec=handle.spec)
     return checkpoint_name(out, OUT_NAME), out_scalars
 

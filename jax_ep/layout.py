@@ -33,6 +33,7 @@ class Spec:
 
     @property
     def num_local_experts(self) -> int:
+        """Experts of each rank."""
         return self.num_experts // self.num_ranks
 
     def num_slots(self, num_tokens: int) -> int:
@@ -124,6 +125,7 @@ def place_in_expert(topk_idx: jax.Array, num_experts: int) -> jax.Array:
 
 
 def exclusive_sum(counts: jax.Array, axis: int = 0) -> jax.Array:
+    """Sum of the counts before each one."""
     return jnp.cumsum(counts, axis=axis, dtype=jnp.int32) - counts
 
 

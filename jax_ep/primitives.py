@@ -32,9 +32,10 @@ __all__ = ["Spec", "combine_p", "dispatch_p", "redispatch_p"]
 
 
 def _dispatch_results(x, topk_idx, weights, *, spec: Spec):
-    (num_tokens, hidden), num_topk = x.shape, topk_idx.shape[1]
+    num_tokens, num_topk = topk_idx.shape
     num_slots = spec.num_slots(num_tokens)
-    return _recv_results(x, weights, num_topk, spec) + [
+    return [
+        *_recv_results(x, weights, num_topk, spec),
         ((num_slots, num_topk), jnp.int32),
         ((num_slots,), jnp.int32),
         ((spec.num_local_experts,), jnp.int32),

@@ -20,15 +20,13 @@ from jax_ep.layout import Spec
 
 def dispatch(x, topk_idx, topk_weights, *, spec: Spec) -> list[jax.Array]:
     """Routes and delivers; results as `primitives.dispatch_p` states."""
-    num_tokens, num_topk = topk_idx.shape
+    num_tokens = x.shape[0]
     num_ranks, num_experts, capacity = spec.num_ranks, spec.num_experts, spec.capacity
     rank = lax.axis_index(spec.axis_name)
 
     idx, num_invalid = layout_lib.sanitise(topk_idx, num_experts)
     in_rank = layout_lib.token_in_rank(idx, num_experts, num_ranks)
-    own = jnp.concatenate(
-        [layout_lib.count_experts(idx, num_experts), jnp.sum(in_rank, axis=0, dtype=jnp.int32)]
-    )
+    own = jnp.concatenate([layout_lib.count_experts(idx, num_experts), jnp.sum(in_rank, axis=0, dtype=jnp.int32)])
     table = lax.all_gather(own, spec.axis_name)  # [source, experts then ranks]
     expert_table, token_table = table[:, :num_experts], table[:, num_experts:]
 
@@ -124,8 +122,10 @@ def combine(
     num_slots = source.shape[0]
     # slot of each (source, token) on this rank
     target = jnp.where(source >= 0, source, num_ranks * num_tokens)
-    own_slot = jnp.full(num_ranks * num_tokens, -1, jnp.int32).at[target].set(
-        jnp.arange(num_slots, dtype=jnp.int32), mode="drop"
+    own_slot = (
+        jnp.full(num_ranks * num_tokens, -1, jnp.int32)
+        .at[target]
+        .set(jnp.arange(num_slots, dtype=jnp.int32), mode="drop")
     )
 
     def send_back(values):  # [slots, n] of the holder -> [rank, num_tokens, n] at the source
@@ -176,12 +176,12 @@ def _gather(a, spec: Spec):
 
 
 def _transpose_ranks(a, spec: Spec):
-    """[destination, ...] -> [source, ...]"""
+    """[destination, ...] -> [source, ...]."""
     return a if a.size == 0 else lax.all_to_all(a, spec.axis_name, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _slot_sources(slot_token, recv_offsets, num_tokens: int):
-    """source * num_tokens + token of each slot, -1 for unused slots."""
+    """Number (source * num_tokens + token) of each slot, -1 for unused slots."""
     slot = jnp.arange(slot_token.shape[0], dtype=jnp.int32)
     source = jnp.searchsorted(recv_offsets[1:], slot, side="right").astype(jnp.int32)
     return jnp.where(slot_token >= 0, source * num_tokens + slot_token, -1)

@@ -21,9 +21,7 @@ class RoutingLayout:
     is_token_in_rank: jax.Array  # bool [num_tokens, num_ranks]
 
 
-def routing_layout(
-    topk_idx: jax.Array, *, num_experts: int, axis_name: str | tuple[str, ...]
-) -> RoutingLayout:
+def routing_layout(topk_idx: jax.Array, *, num_experts: int, axis_name: str | tuple[str, ...]) -> RoutingLayout:
     """Counts this rank's tokens per destination rank and per expert."""
     names = shapes.axis_names("routing_layout", axis_name)
     num_ranks = shapes.num_ranks("routing_layout", names)

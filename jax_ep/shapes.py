@@ -23,6 +23,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def round_up(n: int, unit: int) -> int:
+    """Smallest multiple of `unit` that is at least `n`."""
     return -(-n // unit) * unit
 
 
@@ -61,6 +62,7 @@ def num_ranks(op: str, names: tuple[str, ...]) -> int:
 
 
 def num_experts(op: str, value, size: int, names: tuple[str, ...]) -> int:
+    """Experts of the whole group; every rank holds the same number."""
     if value is None:
         raise TypeError(f"{op}: num_experts is missing; pass the number of experts of the whole group")
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -128,6 +130,7 @@ def topk_weights(op: str, weights, shape: tuple[int, int]) -> jax.Array:
 
 
 def layout(op: str, value) -> str:
+    """A layout that exists."""
     if value == "batched":
         raise NotImplementedError(f'{op}: layout="batched" is not implemented yet; use "expert" or "token"')
     if value not in LAYOUTS:
@@ -136,6 +139,7 @@ def layout(op: str, value) -> str:
 
 
 def mode(op: str, value) -> None:
+    """A mode that exists."""
     if value == "latency":
         raise NotImplementedError(f'{op}: mode="latency" is not implemented yet; use "auto" or "throughput"')
     if value not in ("auto", "throughput"):
@@ -143,12 +147,14 @@ def mode(op: str, value) -> None:
 
 
 def implementation(op: str, value) -> str | None:
+    """An implementation by name, or None to choose when the program is lowered."""
     if value not in (None, "cuda", "xla"):
         raise ValueError(f'{op}: got implementation={value!r}, expected "cuda", "xla" or None')
     return value
 
 
 def config(op: str, value) -> Config:
+    """The config, or the default one."""
     if value is None:
         return Config()
     if not isinstance(value, Config):

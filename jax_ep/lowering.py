@@ -1,0 +1,87 @@
+"""How a primitive becomes a CUDA custom call, and when it does."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import jax
+import numpy as np
+
+from jax_ep import _compat, _ffi, bootstrap
+from jax_ep import group as group_lib
+from jax_ep.layout import Spec
+
+_DTYPE_CODE = {"bfloat16": 0, "float16": 1, "float32": 2}
+_LAYOUT_CODE = {"expert": 0, "token": 1}
+
+
+def choose(target: str, ctx, spec: Spec):
+    """The lowering rule of the CUDA call, or None where the reference serves."""
+    if spec.implementation == "xla":
+        return None
+    groups = group_lib.lowering_groups(ctx.module_context.axis_context, spec.axis_name)
+    if spec.implementation is None:
+        reason = bootstrap.can_use_cuda(groups)
+        if reason:
+            _log_once(reason)
+            return None
+    bootstrap.prepare(groups)
+    return functools.partial(_lower, target, groups)
+
+
+def _lower(target: str, groups, ctx, *operands, spec: Spec):
+    attributes = _attributes(target, groups, ctx.avals_in, spec)
+    results = list(ctx.avals_out)
+    num_public = len(results)
+    if target == "jax_ep_combine":
+        # Sums of each (source, token) on this rank, which peers fetch: memory that XLA owns for this call.
+        num_tokens = ctx.avals_out[0].shape[0]
+        rows = spec.num_slots(num_tokens) if spec.layout == "expert" else 0
+        results.append(_compat.result_aval(results[0], (rows, results[0].shape[1]), results[0].dtype))
+    rule = jax.ffi.ffi_lowering(target, has_side_effect=False)
+    return rule(ctx.replace(avals_out=results), *operands, **attributes)[:num_public]
+
+
+def _attributes(target: str, groups, avals_in, spec: Spec) -> dict:
+    """The attributes that every target takes; equal in all processes, so none of them says who we are."""
+    rows, config = avals_in[0], spec.config
+    row_bytes = rows.shape[1] * rows.dtype.itemsize
+    num_topk = _num_topk(target, avals_in)
+    shape = _ffi.arena_shape(spec.num_ranks, spec.num_experts, row_bytes, num_topk, config.staging_bytes)
+    numbers = dict(
+        num_ranks=spec.num_ranks,
+        num_experts=spec.num_experts,
+        num_topk=num_topk,
+        row_bytes=row_bytes,
+        dtype=_DTYPE_CODE[rows.dtype.name],
+        layout=_LAYOUT_CODE[spec.layout],
+        expert_alignment=spec.expert_alignment,
+        zero_tail=spec.zero_tail,
+        num_sms=config.num_sms or 0,
+        staging_bytes=config.staging_bytes,
+        force_staged=config.staging == "always",
+        setup_timeout_ns=_nanoseconds(config.setup_timeout_s),
+        first_timeout_ns=_nanoseconds(config.first_call_timeout_s),
+        timeout_ns=_nanoseconds(config.timeout_s),
+    )
+    return dict(
+        key=group_lib.arena_key(groups, shape),
+        groups=group_lib.flat_groups(groups),
+        **{name: np.int64(value) for name, value in numbers.items()},
+    )
+
+
+def _num_topk(target: str, avals_in) -> int:
+    """Columns of topk_idx: the second operand of dispatch, the first handle array of the others."""
+    first = {"jax_ep_dispatch": 1, "jax_ep_redispatch": 2, "jax_ep_combine": 4}[target]
+    return avals_in[first].shape[1]
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(1, min(round(seconds * 1e9), 2**62))
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    logging.getLogger("jax_ep").warning("using the pure-JAX implementation: %s", reason)
