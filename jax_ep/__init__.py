@@ -1,6 +1,9 @@
-"""Expert-parallel communication for JAX: dispatch tokens to experts, combine their outputs."""
+"""Expert-parallel communication for JAX: dispatch tokens to their experts, combine the outputs."""
 
+from jax_ep import debug as debug
 from jax_ep import errors as errors
+from jax_ep.bootstrap import check as check
+from jax_ep.bootstrap import reset as reset
 from jax_ep.combine import combine as combine
 from jax_ep.config import Config as Config
 from jax_ep.dispatch import dispatch as dispatch

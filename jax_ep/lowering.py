@@ -22,11 +22,11 @@ def choose(target: str, ctx, spec: Spec):
         return None
     groups = group_lib.lowering_groups(ctx.module_context.axis_context, spec.axis_name)
     if spec.implementation is None:
-        reason = bootstrap.can_use_cuda(groups)
+        reason = bootstrap.can_use_cuda(groups, spec.config)
         if reason:
             _log_once(reason)
             return None
-    bootstrap.prepare(groups)
+    bootstrap.prepare(groups, spec.config)
     return functools.partial(_lower, target, groups)
 
 

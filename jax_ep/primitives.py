@@ -25,7 +25,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.interpreters import batching, mlir
 
-from jax_ep import _compat, reference
+from jax_ep import _compat, lowering, reference
 from jax_ep.layout import NUM_STATS, Spec
 
 __all__ = ["Spec", "combine_p", "dispatch_p", "redispatch_p"]
@@ -93,8 +93,6 @@ def _make(name: str, results, implementation) -> jex_core.Primitive:
         return reference_rule(ctx, *operands, spec=spec)
 
     def lower_cuda(ctx, *operands, spec: Spec):
-        from jax_ep import lowering  # the extension is only loaded where a program is lowered for CUDA
-
         rule = lowering.choose(name, ctx, spec) or reference_rule
         return rule(ctx, *operands, spec=spec)
 

@@ -250,7 +250,7 @@ def oracle_redispatch(oracle: Oracle, x: np.ndarray) -> np.ndarray:
 def oracle_combine(
     oracle: Oracle, y: np.ndarray, weights: np.ndarray | None = None, bias: np.ndarray | None = None
 ) -> np.ndarray:
-    """What combine must return on all ranks, along the rounding tree: f32 per rank in k order, round, f32 in rank order, round."""
+    """What combine must return on all ranks: f32 sums per rank in k order, rounded, then f32 in rank order, rounded."""
     num_ranks, num_tokens, _ = oracle.topk_idx.shape
     out = np.zeros((num_ranks, num_tokens, y.shape[-1]), np.float32)
     for partial, source, token, _ in _partials(oracle, y, weights):
