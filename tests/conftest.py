@@ -43,15 +43,23 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
+def _fail_unexpected_skip(report):
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2].removeprefix("Skipped: ")
         if not reason.startswith(EXPECTED_SKIPS):
             report.outcome = "failed"
-            report.longrepr = f"unexpected skip: {reason!r} (EXPECTED_SKIPS in tests/conftest.py lists the accepted ones)"
+            report.longrepr = f"unexpected skip: {reason!r} is not in EXPECTED_SKIPS of tests/conftest.py"
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return _fail_unexpected_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):  # a whole module that skips itself (importorskip)
+    return _fail_unexpected_skip((yield))
 
 
 @pytest.fixture

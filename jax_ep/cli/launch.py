@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from jax_ep.cli import mps
 
+MEM_FRACTION = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")  # either; jaxlib refuses both
 TIMED_OUT = 124  # as timeout(1) says it
 
 
@@ -84,8 +85,8 @@ def rank_env(launch: Launch, rank: int, gpus: int) -> dict[str, str]:
         if on_this_gpu > 1:
             # NCCL refuses a GPU twice in a communicator unless the processes look like different hosts.
             env["NCCL_HOSTID"] = f"jax_ep-{rank}"
-            if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & (os.environ.keys() | dict(launch.env)):
-                env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{launch.mem_fraction / on_this_gpu:.4f}"
+            if not any(name in os.environ or name in dict(launch.env) for name in MEM_FRACTION):
+                env[MEM_FRACTION[0]] = f"{launch.mem_fraction / on_this_gpu:.4f}"
     return env | dict(launch.env)
 
 

@@ -1,0 +1,176 @@
+"""Implementations that the bench compares: ours, and what XLA's collectives offer.
+
+All run inside `jax.shard_map` over the axis "ep" and have the same three functions:
+
+    rows, state = dispatch(x, topk_idx, topk_weights)
+    rows = expert(rows, state)     # identity experts; applies the weights where combine does not. Never timed.
+    out = combine(rows, state)     # = sum over k of weight * x, when nothing is dropped
+
+The baselines move what they must and nothing else: none of them sorts the received rows by expert, which ours does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jax_ep
+from jax_ep.cli.benchlib.workloads import Traffic, Workload
+
+AXIS = "ep"
+
+
+@dataclass(frozen=True)
+class JaxEp:
+    """`jax_ep.dispatch` and `combine`."""
+
+    workload: Workload
+    layout: str
+    capacity: int
+    implementation: str  # "cuda" | "xla"
+    num_sms: int | None = None
+
+    def dispatch(self, x, idx, weights):
+        recv = jax_ep.dispatch(
+            x,
+            idx,
+            weights,
+            num_experts=self.workload.num_experts,
+            axis_name=AXIS,
+            layout=self.layout,
+            capacity=self.capacity,
+            zero_tail=False,
+            config=jax_ep.Config(num_sms=self.num_sms),
+            implementation=self.implementation,
+        )
+        return recv.x, (recv.handle, recv.weights)
+
+    def expert(self, rows, state):
+        if self.layout == "expert":
+            return rows
+        return (rows * state[1].sum(1, keepdims=True)).astype(rows.dtype)
+
+    def combine(self, rows, state):
+        handle, weights = state
+        return jax_ep.combine(rows, handle, weights=weights if self.layout == "expert" else None)
+
+
+@dataclass(frozen=True)
+class _KFold:
+    """Common part of the baselines that send one row per (token, expert): entries sorted by expert."""
+
+    workload: Workload
+    num_ranks: int
+
+    def _sort(self, idx):
+        num_experts = self.workload.num_experts
+        key = jnp.where(idx < 0, num_experts, idx).reshape(-1)
+        order = jnp.argsort(key, stable=True).astype(jnp.int32)
+        per_expert = jnp.zeros(num_experts, jnp.int32).at[key].add(1, mode="drop")
+        return order, per_expert.reshape(self.num_ranks, -1).sum(1, dtype=jnp.int32)
+
+    def expert(self, rows, state):
+        return rows
+
+    def _reduce(self, back, weights, dtype):
+        """f32 sum over k of weight * row; `back` is [num_tokens, num_topk, hidden]."""
+        return jnp.einsum("tkh,tk->th", back, weights, preferred_element_type=jnp.float32).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Ragged(_KFold):
+    """`lax.ragged_all_to_all` (no CPU lowering)."""
+
+    capacity: int
+
+    def dispatch(self, x, idx, weights):
+        order, send = self._sort(idx)
+        sizes = lax.all_gather(send, AXIS)  # [source, destination]
+        me = lax.axis_index(AXIS)
+        in_offsets, recv = jnp.cumsum(send) - send, sizes[:, me]
+        out_offsets = (jnp.cumsum(sizes, 0) - sizes)[me]
+        buffer = jnp.zeros((self.capacity, x.shape[1]), x.dtype)
+        rows = lax.ragged_all_to_all(
+            x[order // self.workload.num_topk], buffer, in_offsets, send, out_offsets, recv, axis_name=AXIS
+        )
+        return rows, (order, send, recv, sizes, jnp.where(idx < 0, 0, weights))
+
+    def combine(self, rows, state):
+        order, send, recv, sizes, weights = state
+        me = lax.axis_index(AXIS)
+        in_offsets = jnp.cumsum(recv) - recv
+        out_offsets = (jnp.cumsum(sizes, 1) - sizes)[:, me]
+        buffer = jnp.zeros((order.size, rows.shape[1]), rows.dtype)
+        back = lax.ragged_all_to_all(rows, buffer, in_offsets, recv, out_offsets, send, axis_name=AXIS)
+        back = back[jnp.argsort(order)].reshape(*weights.shape, -1)
+        return self._reduce(back, weights, rows.dtype)
+
+
+@dataclass(frozen=True)
+class Dense(_KFold):
+    """`lax.all_to_all` of equal blocks, one per pair of ranks, large enough for the fullest pair."""
+
+    block: int
+
+    def dispatch(self, x, idx, weights):
+        order, send = self._sort(idx)
+        first = jnp.cumsum(send) - send
+        place = jnp.arange(self.block, dtype=jnp.int32)
+        entry = order.at[first[:, None] + place].get(mode="fill", fill_value=0)  # [R, block]
+        is_row = place < send[:, None]
+        rows = jnp.where(is_row[..., None], x[entry // self.workload.num_topk], 0)
+        rows = lax.all_to_all(rows.reshape(-1, x.shape[1]), AXIS, 0, 0, tiled=True)
+        # Row of every entry in the blocks that come back.
+        rank_of = jnp.where(idx < 0, 0, idx // (self.workload.num_experts // self.num_ranks)).reshape(-1)
+        place_of = jnp.argsort(order).astype(jnp.int32) - first[rank_of]
+        row_of = jnp.where(idx.reshape(-1) < 0, 0, rank_of * self.block + place_of).reshape(idx.shape)
+        return rows, (row_of, jnp.where(idx < 0, 0, weights))
+
+    def combine(self, rows, state):
+        row_of, weights = state
+        back = lax.all_to_all(rows, AXIS, 0, 0, tiled=True)
+        return self._reduce(back[row_of], weights, rows.dtype)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`lax.all_gather` of all tokens, `lax.psum_scatter` of the local experts' sums."""
+
+    workload: Workload
+    num_ranks: int
+
+    def dispatch(self, x, idx, weights):
+        local = idx // (self.workload.num_experts // self.num_ranks)
+        ranks = jnp.arange(self.num_ranks)
+        is_there = (local[:, None, :] == ranks[:, None]) & (idx >= 0)[:, None]
+        scale = jnp.where(is_there, weights[:, None], 0).sum(2)  # [T, R]: this token's weight on each rank
+        scale = lax.all_to_all(scale, AXIS, 1, 0, tiled=True)  # [R * T, 1]
+        return lax.all_gather(x, AXIS, tiled=True), (scale,)
+
+    def expert(self, rows, state):
+        return (rows * state[0]).astype(rows.dtype)
+
+    def combine(self, rows, state):
+        return lax.psum_scatter(rows, AXIS, tiled=True)
+
+
+def choices(platform: str) -> tuple[str, ...]:
+    """Names that `make` takes on this platform, in the order of the table."""
+    return ("cuda", "ragged", "dense", "ring", "xla") if platform == "gpu" else ("xla", "dense", "ring")
+
+
+def make(name: str, workload: Workload, traffic: Traffic, layout: str, capacity: int, num_sms: int | None):
+    """The implementation `name`; `layout`, `capacity` and `num_sms` concern ours only."""
+    num_ranks = traffic.rows.shape[0]
+    if name in ("cuda", "xla"):
+        return JaxEp(workload, layout, capacity, name, num_sms)
+    if name == "ragged":
+        return Ragged(workload, num_ranks, capacity=max(traffic.demand("expert"), 1))
+    if name == "dense":
+        return Dense(workload, num_ranks, block=max(-(-int(traffic.rows.max()) // 8) * 8, 8))
+    if name == "ring":
+        return Ring(workload, num_ranks)
+    raise ValueError(f"unknown implementation {name!r}; expected one of {choices(jax.default_backend())}")

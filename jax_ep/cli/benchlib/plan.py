@@ -1,0 +1,38 @@
+"""What a run of the bench measures: made from the command line, handed to every rank as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from jax_ep.cli.benchlib.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes are the options of `python -m jax_ep bench --help`."""
+
+    workloads: tuple[Workload, ...]
+    implementations: tuple[str, ...]  # (): all that the platform has
+    layouts: tuple[str, ...]
+    capacities: tuple[str, ...]
+    num_sms: int | None
+    num_calls: int
+    repeats: int
+    ranks_per_device: int | None  # None: ask the platform (one per GPU, all on the CPU)
+    is_first_call: bool
+    json_path: str | None
+    png_path: str | None
+
+    def to_json(self) -> str:
+        """One word for a command line."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        workloads = tuple(Workload(**w) for w in fields.pop("workloads"))
+        lists = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return Plan(workloads=workloads, **lists)

@@ -1,0 +1,44 @@
+"""The bench on one rank: `python -m jax_ep.cli.benchlib.rank PLAN_AS_JSON`, or `run(plan)` in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import jax
+
+from jax_ep.cli.benchlib import implementations, measure, report
+from jax_ep.cli.benchlib.plan import Plan
+
+
+def run(plan: Plan) -> int:
+    """Measures on all devices of the program; process 0 prints, writes and draws."""
+    platform = jax.default_backend()
+    plan = dataclasses.replace(
+        plan,
+        implementations=plan.implementations or implementations.choices(platform),
+        ranks_per_device=plan.ranks_per_device or (jax.device_count() if platform == "cpu" else 1),
+    )
+    is_first = jax.process_index() == 0
+
+    def say(line: str) -> None:
+        if is_first:
+            print(line, flush=True)
+
+    result = report.environment()
+    if plan.is_first_call:
+        result |= measure.first_call(plan)
+    else:
+        say(report.HEADER)
+        result |= measure.steady(plan, lambda row: say(report.format_row(row)), say)
+    if is_first and plan.json_path:
+        pathlib.Path(plan.json_path).write_text(json.dumps(result, indent=1))
+    if is_first and plan.png_path:
+        report.draw(result, plan.png_path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(Plan.from_json(sys.argv[1])))

@@ -1,0 +1,123 @@
+"""How calls are timed.
+
+Steady: N calls in one compiled program, each depending on the one before through `lax.optimization_barrier` (an
+ordering without a kernel) and one scalar read from its result, so that XLA can neither merge, drop nor overlap them.
+The time of a call is (T(N) - T(1)) / (N - 1), medians over alternating runs: launch and Python costs of a program
+cancel. The same chain around a step that does nothing shows what the scalar read costs.
+
+First call: wall clock of one host, from the moment when the last rank enters to the moment when the last one is done.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_sequence = iter(range(1 << 62))
+
+
+def _client():
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def exchange(value: Any, timeout_s: float = 300) -> list[Any]:
+    """`value` (JSON) of every process, in process order; also a barrier. All processes call it in the same order."""
+    client = _client()
+    if client is None or jax.process_count() == 1:
+        return [value]
+    name = f"jax_ep_bench/{next(_sequence)}"
+    client.key_value_set(f"{name}/{jax.process_index()}", json.dumps(value))
+    timeout_ms = int(timeout_s * 1000)
+    return [json.loads(client.blocking_key_value_get(f"{name}/{p}", timeout_ms)) for p in range(jax.process_count())]
+
+
+def barrier(timeout_s: float = 300) -> None:
+    """Returns when every process has entered; they leave within a millisecond of each other."""
+    client = _client()
+    if client is not None and jax.process_count() > 1:
+        client.wait_at_barrier(f"jax_ep_bench/{next(_sequence)}", int(timeout_s * 1000))
+
+
+def chain(step: Callable, num_calls: int) -> Callable:
+    """`num_calls` dependent calls of `step(*args)` in one function; returns a scalar that needs them all."""
+
+    def program(*args):
+        token = jnp.zeros((1,), jnp.float32)
+        for _ in range(num_calls):
+            args, token = lax.optimization_barrier((args, token))
+            outs = lax.optimization_barrier(step(*args))
+            first = jax.tree.leaves(outs)[0]
+            token = token + first.reshape(-1)[:1].astype(jnp.float32)
+        return token
+
+    return program
+
+
+def seconds(fn: Callable, args) -> float:
+    """Wall time of one execution."""
+    start = time.perf_counter()
+    jax.block_until_ready(fn(*args))
+    return time.perf_counter() - start
+
+
+def steady_us(compile_: Callable[[Callable], Callable], step, args, num_calls: int, repeats: int) -> float:
+    """µs of one call of `step`, of the slowest process. `compile_` wraps a function in shard_map and jit."""
+    many, one = compile_(chain(step, num_calls)), compile_(chain(step, 1))
+    for fn in (one, many):
+        seconds(fn, args)
+    barrier()
+    times = [(seconds(many, args), seconds(one, args)) for _ in range(repeats)]
+    t_many, t_one = (statistics.median(t) for t in zip(*times, strict=True))
+    us = max(exchange((t_many - t_one) / (num_calls - 1) * 1e6))
+    if us <= 0:
+        raise RuntimeError(f"{num_calls} calls were no slower than one: the machine is too noisy; raise --calls")
+    return us
+
+
+def calls_us(fn: Callable, args, num_calls: int) -> list[float]:
+    """µs of the first `num_calls` executions of `fn`: last rank's entry to last rank's end. `fn` is compiled."""
+    out = []
+    for _ in range(num_calls):
+        barrier()
+        enter = time.time_ns()
+        jax.block_until_ready(fn(*args))
+        end = time.time_ns()
+        spans = exchange((enter, end))
+        out.append((max(s[1] for s in spans) - max(s[0] for s in spans)) / 1e3)
+    return out
+
+
+def device_copy_gb_s(num_bytes: int) -> float:
+    """GB/s, read plus write, of a copy kernel on one device, measured by process 0 while the others wait."""
+    rate = 0.0
+    barrier()
+    if jax.process_index() == 0:
+        device = jax.local_devices()[0]
+        x = jax.device_put(jnp.zeros(num_bytes // 4, jnp.int32), device)
+        copy = jax.jit(lambda x: x ^ 1)
+        copy(x).block_until_ready()
+        rates = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(10):
+                y = copy(x)
+            y.block_until_ready()
+            rates.append(10 * 2 * num_bytes / (time.perf_counter() - start) / 1e9)
+        rate = statistics.median(rates)
+    return exchange(rate)[0]
+
+
+def link_gb_s(compile_: Callable[[Callable], Callable], x, axis: str, num_ranks: int) -> float:
+    """GB/s that each rank sends (and receives at the same time) in `lax.ppermute` around the ring."""
+    ring = [(i, (i + 1) % num_ranks) for i in range(num_ranks)]
+    us = steady_us(compile_, lambda x: (lax.ppermute(x, axis, ring),), (x,), num_calls=8, repeats=5)
+    return x.nbytes / num_ranks / us / 1e3
