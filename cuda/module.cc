@@ -1,0 +1,32 @@
+// The Python extension jax_ep._cuda: FFI targets for XLA and the runtime's functions for jax_ep/bootstrap.py.
+// Loads without a GPU and without a driver; nothing touches CUDA before a function is called.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+
+#include "cuda/ffi/targets.h"
+#include "cuda/layout.h"
+#include "cuda/loopback_py.h"
+#include "cuda/runtime/python.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_cuda, m) {
+  nb::set_leak_warnings(false); // capsules and the bind callback live as long as XLA, past module teardown
+
+  m.attr("protocol") = jax_ep::kProtocol;
+  m.attr("max_num_sms") = jax_ep::kMaxBlocks;
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.def("targets", &jax_ep::ffi_targets, "{name: {stage: capsule}} for jax.ffi.register_ffi_target");
+  m.def(
+      "arena_shape",
+      [](int num_ranks, int num_experts, int64_t row_bytes, int num_topk, int64_t staging_bytes) {
+        const jax_ep::ArenaShape s =
+            jax_ep::arena_shape(num_ranks, num_experts, row_bytes, num_topk, staging_bytes);
+        return std::pair<int32_t, int64_t>(s.count_words, s.staging_bytes);
+      },
+      nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("row_bytes"), nb::arg("num_topk"),
+      nb::arg("staging_bytes"), "(count_words, staging_bytes): the size class that serves a call");
+
+  jax_ep::export_runtime(m);
+  jax_ep::export_loopback(m);
+}

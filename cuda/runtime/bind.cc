@@ -1,0 +1,95 @@
+#include "cuda/runtime/bind.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "cuda/runtime/local_device.h"
+#include "cuda/runtime/python.h"
+#include "cuda/runtime/registry.h"
+#include "cuda/runtime/rendezvous.h"
+
+namespace nb = nanobind;
+
+namespace jax_ep {
+namespace {
+
+using PyGroups = std::vector<std::vector<std::pair<int, int>>>;
+
+// Guarded by Python's lock. Leaked on purpose: XLA may instantiate while the interpreter winds down.
+nb::object &callback() {
+  static nb::object &object = *new nb::object;
+  return object;
+}
+
+PyGroups unflatten(const BindRequest &request) {
+  const size_t ranks = size_t(request.num_ranks), values = request.groups.size();
+  if (ranks == 0 || values == 0 || values % (2 * ranks) != 0) {
+    fail("attribute groups has " + std::to_string(values) + " values, expected a multiple of 2 * num_ranks = " +
+         std::to_string(2 * ranks));
+  }
+  PyGroups groups(values / (2 * ranks));
+  for (size_t i = 0; i < values; i += 2) {
+    groups[i / (2 * ranks)].emplace_back(int(request.groups[i]), int(request.groups[i + 1]));
+  }
+  return groups;
+}
+
+std::string call_python(const BindRequest &request, const ArenaShape &shape) {
+  if (!Py_IsInitialized()) return "SetupError: the Python interpreter has ended";
+  const PyGroups groups = unflatten(request);
+  nb::gil_scoped_acquire lock;
+  try {
+    if (!callback().is_valid() || callback().is_none()) return "SetupError: jax_ep was not imported";
+    return nb::cast<std::string>(callback()(request.key, groups, request.num_ranks, shape.count_words,
+                                            shape.staging_bytes, request.num_sms,
+                                            double(request.setup_timeout_ns) * 1e-9));
+  } catch (const std::exception &e) { // nb::python_error holds references: it must die under the lock
+    return std::string("SetupError: ") + e.what();
+  }
+}
+
+void bind(const std::string &key, const PyGroups &groups, int process, int num_ranks, int count_words,
+          int64_t staging_bytes, int num_sms, double timeout_s) {
+  BindSpec spec;
+  spec.key = key;
+  for (const auto &group : groups) {
+    spec.groups.emplace_back();
+    for (auto [p, d] : group) spec.groups.back().push_back({p, d});
+  }
+  spec.process = process;
+  spec.shape = ArenaShape{num_ranks, count_words, staging_bytes};
+  spec.num_sms = num_sms;
+  spec.deadline = Clock::now() + std::chrono::nanoseconds(int64_t(timeout_s * 1e9));
+  Registry::get().bind(spec);
+}
+
+} // namespace
+
+std::string bind_from_instantiate(const BindRequest &request) noexcept {
+  try {
+    if (Registry::get().is_bound(request.key, int(request.num_sms))) return "";
+    if (num_devices() == 0) return ""; // compiled here, run elsewhere: execution would say "not bound"
+    const ArenaShape shape = arena_shape(int(request.num_ranks), int(request.num_experts), request.row_bytes,
+                                         int(request.num_topk), request.staging_bytes);
+    return call_python(request, shape);
+  } catch (const std::exception &e) {
+    return e.what();
+  }
+}
+
+std::string rendezvous(std::string_view key, int64_t run_id, int device, int64_t timeout_ns) {
+  return rendezvous_of(Registry::get().num_local(key), key, run_id, device, timeout_ns);
+}
+
+void export_bind(nb::module_ &m) {
+  m.def("set_bind_callback", [](nb::object fn) { callback() = std::move(fn); }, nb::arg("fn").none());
+  m.def("bind", &bind, nb::call_guard<nb::gil_scoped_release>(), nb::arg("key"), nb::arg("groups"),
+        nb::arg("process"), nb::arg("num_ranks"), nb::arg("count_words"), nb::arg("staging_bytes"),
+        nb::arg("num_sms"), nb::arg("timeout_s"));
+  m.def("is_bound", [](const std::string &key, int num_sms) { return Registry::get().is_bound(key, num_sms); },
+        nb::arg("key"), nb::arg("num_sms") = 0);
+}
+
+} // namespace jax_ep

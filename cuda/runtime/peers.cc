@@ -1,0 +1,72 @@
+#include "cuda/runtime/peers.h"
+
+#include <cstring>
+
+namespace jax_ep {
+
+void Peers::add(int process, PeerProcess record) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto [at, is_new] = processes_.emplace(process, record);
+  if (!is_new && at->second.address != record.address) {
+    fail("process " + std::to_string(process) + " was restarted; restart this process too");
+  }
+}
+
+PeerDevice Peers::device(int process, int device) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = processes_.find(process);
+  if (at == processes_.end()) fail("no record of process " + std::to_string(process));
+  const auto found = at->second.devices.find(device);
+  if (found == at->second.devices.end()) {
+    fail("process " + std::to_string(process) + " has no CUDA device " + std::to_string(device));
+  }
+  return found->second;
+}
+
+Peers::Mapped Peers::map(Clients *clients, int process, int device, const std::string &key, const ArenaShape &shape,
+                         const std::vector<int> &for_devices, Deadline deadline) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto record = processes_.find(process);
+  if (record == processes_.end()) fail("no record of process " + std::to_string(process));
+  const auto ask = [&](Ask what) {
+    auto client = clients->find(process);
+    if (client == clients->end()) {
+      client = clients->emplace(process, Client(record->second.address, record->second.nonce, deadline)).first;
+    }
+    Request request;
+    request.ask = uint32_t(what);
+    request.device = device;
+    request.num_ranks = shape.num_ranks;
+    request.count_words = shape.count_words;
+    request.staging_bytes = shape.staging_bytes;
+    if (key.size() >= sizeof(request.key)) fail("key too long");
+    std::memcpy(request.key, key.data(), key.size());
+    return client->second.call(request, deadline);
+  };
+
+  Mapped mapped;
+  const auto arena_id = std::make_tuple(key, process, device);
+  auto arena = arenas_.find(arena_id);
+  if (arena == arenas_.end()) {
+    const Answer answer = ask(Ask::kArena);
+    if (answer.status != Status::kOk || answer.bytes < shape.bytes()) fail("the peer's arena is too small");
+    arena = arenas_.emplace(arena_id, Mapping::import(answer.fd, answer.bytes)).first;
+    ++num_arenas_;
+  }
+  arena->second.grant(for_devices);
+  mapped.arena = arena->second.base();
+
+  const auto pool_id = std::make_pair(process, device);
+  auto pool = pools_.find(pool_id);
+  if (pool == pools_.end()) {
+    const Answer answer = ask(Ask::kPool);
+    if (answer.status == Status::kNone) return mapped;
+    pool = pools_.emplace(pool_id, Mapping::import(answer.fd, answer.bytes)).first;
+    ++num_pools_;
+  }
+  pool->second.grant(for_devices);
+  mapped.pool = pool->second.base();
+  return mapped;
+}
+
+} // namespace jax_ep

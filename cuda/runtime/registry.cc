@@ -1,0 +1,319 @@
+#include "cuda/runtime/registry.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <set>
+
+#include "cuda/runtime/local_device.h"
+#include "cuda/runtime/setup_time.h"
+
+namespace jax_ep {
+
+constexpr int kDefaultNumSms = 24; // enough to fill NVLink; the rest of the GPU stays with the model
+
+struct RankContext::Counters {
+  std::atomic<int64_t> calls{0};
+  std::atomic<int64_t> staged{0};
+};
+
+int64_t RankContext::count_call(bool is_staged) const {
+  if (is_staged) counters->staged.fetch_add(1, std::memory_order_relaxed);
+  return counters->calls.fetch_add(1, std::memory_order_relaxed);
+}
+
+Registry &Registry::get() {
+  static Registry &registry = *new Registry;
+  return registry;
+}
+
+const RankContext *Registry::find(std::string_view key, int device) {
+  std::shared_lock<std::shared_mutex> lock(bound_mutex_);
+  const auto bound = bound_.find(key);
+  if (bound == bound_.end()) return nullptr;
+  const auto context = bound->second.contexts.find(device);
+  return context == bound->second.contexts.end() ? nullptr : context->second.get();
+}
+
+int Registry::num_local(std::string_view key) {
+  std::shared_lock<std::shared_mutex> lock(bound_mutex_);
+  const auto bound = bound_.find(key);
+  return bound == bound_.end() ? 0 : int(bound->second.contexts.size());
+}
+
+namespace {
+
+void check_num_sms(int num_sms, int most) {
+  if (num_sms < 0 || num_sms > std::min(most, kMaxBlocks)) {
+    throw SetupFailure("ValueError: num_sms=" + std::to_string(num_sms) + ", but all ranks' blocks must be resident "
+                       "together, and the GPU's SMs divided by the ranks on it give " + std::to_string(most) +
+                       "; lower num_sms or leave it out");
+  }
+}
+
+std::vector<int> local_devices(const std::vector<Member> &group, int process) {
+  std::set<int> devices;
+  for (const Member &m : group) {
+    if (m.process == process) devices.insert(m.device);
+  }
+  return {devices.begin(), devices.end()};
+}
+
+} // namespace
+
+bool Registry::is_bound(std::string_view key, int num_sms) {
+  std::shared_lock<std::shared_mutex> lock(bound_mutex_);
+  const auto bound = bound_.find(key);
+  if (bound == bound_.end()) return false;
+  check_num_sms(num_sms, bound->second.max_num_sms);
+  return true;
+}
+
+// A pure function of the published records, so that all ranks choose alike: the smallest share over all GPUs.
+int Registry::max_num_sms(const BindSpec &spec) {
+  struct Share {
+    int num_sms = 0, num_ranks = 0;
+  };
+  std::map<std::string, Share> gpus; // by UUID
+  for (const auto &group : spec.groups) {
+    for (const Member &m : group) {
+      PeerDevice device;
+      if (m.process == spec.process) device = {device_info(m.device).uuid, device_info(m.device).num_sms};
+      else device = peers_.device(m.process, m.device);
+      Share &share = gpus[device.uuid];
+      share.num_sms = device.num_sms;
+      ++share.num_ranks;
+    }
+  }
+  int most = kMaxBlocks;
+  for (const auto &[uuid, share] : gpus) {
+    if (share.num_sms < share.num_ranks) {
+      fail(std::to_string(share.num_ranks) + " ranks share " + uuid + ", which has " +
+           std::to_string(share.num_sms) + " SMs");
+    }
+    most = std::min(most, share.num_sms / share.num_ranks);
+  }
+  return most;
+}
+
+Registry::Arena &Registry::arena(const std::string &key, int device, const ArenaShape &shape) {
+  std::lock_guard<std::mutex> lock(arenas_mutex_);
+  const auto id = std::make_pair(key, device);
+  const auto found = arenas_.find(id);
+  if (found != arenas_.end()) {
+    const ArenaShape &have = found->second.shape;
+    if (have.num_ranks != shape.num_ranks || have.count_words != shape.count_words ||
+        have.staging_bytes != shape.staging_bytes) {
+      fail("one key for two arena shapes");
+    }
+    return found->second;
+  }
+  SetupTimer timer(SetupPhase::kMemory);
+  LocalDevice &local = LocalDevice::get(device);
+  Arena made;
+  made.shape = shape;
+  made.device = device;
+  made.memory = Mapping::create(device, round_up(shape.bytes(), 128) + int64_t(shape.num_ranks) * sizeof(Peer));
+  // Flags, mailboxes and workspace; staging is read only where a flag says that it was written.
+  local.zero(made.memory.base(), shape.staging());
+  return arenas_.emplace(id, std::move(made)).first->second;
+}
+
+Pool Registry::register_pool(int device, uint64_t small_ptr, uint64_t large_ptr) {
+  std::lock_guard<std::mutex> lock(pools_mutex_);
+  RegisteredPool &entry = pools_[device];
+  if (entry.pool.base == nullptr && small_ptr != 0 && large_ptr != 0) {
+    SetupTimer timer(SetupPhase::kMemory);
+    entry.range = find_pool(device, small_ptr, large_ptr);
+    entry.pool = {entry.range.base, entry.range.bytes, entry.range.base != nullptr};
+  }
+  return entry.pool;
+}
+
+const Pool *Registry::pool(int device) {
+  std::lock_guard<std::mutex> lock(pools_mutex_);
+  return &pools_[device].pool; // a map's nodes stay where they are
+}
+
+Answer Registry::answer(const Request &request) {
+  const int device = request.device;
+  Answer answer;
+  switch (Ask(request.ask)) {
+    case Ask::kPool: {
+      std::lock_guard<std::mutex> lock(pools_mutex_);
+      const auto found = pools_.find(device);
+      if (found == pools_.end() || !found->second.pool.is_exportable) return answer; // kNone
+      answer.fd = export_pool(found->second.range);
+      answer.bytes = found->second.range.bytes;
+      break;
+    }
+    case Ask::kArena: {
+      const ArenaShape shape{request.num_ranks, request.count_words, request.staging_bytes};
+      if (shape.num_ranks < 1 || shape.num_ranks > kMaxRanks || shape.count_words < 1 ||
+          shape.count_words > (1 << 24) || shape.staging_bytes < 0 || shape.staging_bytes > (int64_t(1) << 36)) {
+        fail("an arena of impossible shape was asked for");
+      }
+      const Arena &own = arena(request.key, device, shape);
+      answer.fd = own.memory.export_fd();
+      answer.bytes = own.memory.bytes();
+      break;
+    }
+    default: fail("unknown request");
+  }
+  answer.status = Status::kOk;
+  return answer;
+}
+
+std::unique_ptr<RankContext> Registry::make_context(const BindSpec &spec, const std::vector<Member> &group, int rank,
+                                                    const std::vector<int> &local, Peers::Clients *clients) {
+  auto context = std::make_unique<RankContext>();
+  context->device = group[size_t(rank)].device;
+  context->rank = rank;
+  context->has_bulk = device_info(context->device).cc_major >= 9;
+  context->shape = spec.shape;
+  context->pool = pool(context->device);
+  context->counters = std::make_shared<RankContext::Counters>();
+
+  std::vector<Peer> table;
+  for (const Member &m : group) {
+    Peer peer{};
+    if (m.process == spec.process) {
+      peer.arena = arena(spec.key, m.device, spec.shape).memory.base();
+      peer.same_process = 1;
+    } else {
+      const Peers::Mapped mapped =
+          peers_.map(clients, m.process, m.device, spec.key, spec.shape, local, spec.deadline);
+      peer.arena = mapped.arena;
+      peer.pool = mapped.pool;
+    }
+    table.push_back(peer);
+    context->same_process.push_back(uint8_t(peer.same_process));
+  }
+  const Arena &own = arena(spec.key, context->device, spec.shape);
+  LocalDevice &device = LocalDevice::get(context->device);
+  device.store(own.table(), table.data(), int64_t(table.size() * sizeof(Peer)));
+  context->arena = own.memory.base();
+  context->peers = reinterpret_cast<const Peer *>(own.table());
+  context->failure = records_.take(context->device);
+
+  // One word to each peer: a mapping that does not carry a store fails here, at compile time.
+  const uint64_t one = 1;
+  for (size_t p = 0; p < table.size(); ++p) {
+    if (int(p) != rank) device.store(table[p].arena + offsetof(Control, warm), &one, sizeof(one));
+  }
+  return context;
+}
+
+void Registry::bind(const BindSpec &spec) {
+  if (is_bound(spec.key, spec.num_sms)) return;
+  std::unique_lock<std::timed_mutex> one_at_a_time(bind_mutex_, spec.deadline);
+  if (!one_at_a_time) fail_timeout("another program's set-up did not end in time");
+  if (is_bound(spec.key, spec.num_sms)) return;
+
+  Bound bound;
+  bound.max_num_sms = max_num_sms(spec);
+  check_num_sms(spec.num_sms, bound.max_num_sms);
+
+  // Own side first: peers may ask for these arenas from now on.
+  for (const auto &group : spec.groups) {
+    if (int(group.size()) != spec.shape.num_ranks) fail("a group's size is not num_ranks");
+    const std::vector<int> local = local_devices(group, spec.process);
+    for (int device : local) {
+      LocalDevice::get(device).warm();
+      records_.reserve(device);
+      Arena &own = arena(spec.key, device, spec.shape);
+      SetupTimer timer(SetupPhase::kPeers);
+      for (int peer : local) {
+        if (!can_access_peer(peer, device)) {
+          fail("device " + std::to_string(peer) + " has no peer access to device " + std::to_string(device));
+        }
+      }
+      own.memory.grant(local);
+    }
+    SetupTimer timer(SetupPhase::kPeers);
+    enable_peer_access(local);
+  }
+
+  SetupTimer timer(SetupPhase::kPeers);
+  Peers::Clients clients;
+  for (const auto &group : spec.groups) {
+    const std::vector<int> local = local_devices(group, spec.process);
+    bound.num_groups += local.empty() ? 0 : 1;
+    for (size_t rank = 0; rank < group.size(); ++rank) {
+      if (group[rank].process != spec.process) continue;
+      auto context = make_context(spec, group, int(rank), local, &clients);
+      context->max_num_sms = bound.max_num_sms;
+      context->num_sms = std::min(kDefaultNumSms, bound.max_num_sms);
+      const int device = context->device;
+      if (!bound.contexts.emplace(device, std::move(context)).second) {
+        fail("device " + std::to_string(device) + " of one process is in the mesh twice");
+      }
+    }
+  }
+  std::unique_lock<std::shared_mutex> lock(bound_mutex_);
+  bound_.emplace(spec.key, std::move(bound));
+}
+
+void Registry::synchronize() {
+  std::set<int> devices;
+  {
+    std::lock_guard<std::mutex> lock(arenas_mutex_);
+    for (const auto &[id, arena] : arenas_) devices.insert(arena.device);
+  }
+  for (int device : devices) {
+    DeviceGuard guard(device);
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+}
+
+void Registry::reset() {
+  {
+    std::lock_guard<std::mutex> lock(arenas_mutex_);
+    for (const auto &[id, arena] : arenas_) {
+      LocalDevice::get(arena.device).zero(arena.memory.base(), arena.shape.staging());
+    }
+  }
+  std::unique_lock<std::shared_mutex> lock(bound_mutex_);
+  for (auto &[key, bound] : bound_) {
+    for (auto &[device, context] : bound.contexts) *context->failure = FailureRecord{};
+  }
+}
+
+Stats Registry::stats() {
+  Stats s;
+  {
+    std::shared_lock<std::shared_mutex> lock(bound_mutex_);
+    for (const auto &[key, bound] : bound_) {
+      s.groups += bound.num_groups;
+      for (const auto &[device, context] : bound.contexts) {
+        s.calls += context->counters->calls.load(std::memory_order_relaxed);
+        s.staged_calls += context->counters->staged.load(std::memory_order_relaxed);
+      }
+    }
+  }
+  {
+    std::lock_guard<std::mutex> lock(arenas_mutex_);
+    s.arenas = int64_t(arenas_.size());
+    for (const auto &[id, arena] : arenas_) s.symmetric_bytes += arena.memory.bytes();
+  }
+  {
+    std::lock_guard<std::mutex> lock(pools_mutex_);
+    for (const auto &[device, entry] : pools_) s.pools_registered += entry.pool.base != nullptr;
+  }
+  s.peers_mapped = peers_.num_arenas();
+  s.pools_mapped = peers_.num_pools();
+  return s;
+}
+
+std::vector<FailureReport> Registry::failures() {
+  std::vector<FailureReport> found;
+  std::shared_lock<std::shared_mutex> lock(bound_mutex_);
+  for (const auto &[key, bound] : bound_) {
+    for (const auto &[device, context] : bound.contexts) {
+      const FailureRecord record = read_record(context->failure);
+      if (record.code != uint32_t(Failure::kNone)) found.push_back({key, device, record});
+    }
+  }
+  return found;
+}
+
+} // namespace jax_ep

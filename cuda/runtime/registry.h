@@ -1,0 +1,144 @@
+// Registry: which arenas exist, who the peers are, and what a handler needs to launch. No kernels, no Python.
+//
+// Life cycle of an arena: `bind` (at XLA's instantiate, compile time) creates it, or a peer's request does;
+// executions only look it up. Arenas live until process exit; `reset` clears their flags in place after all
+// ranks are quiet.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "cuda/layout.h"
+#include "cuda/runtime/memory.h"
+#include "cuda/runtime/peers.h"
+#include "cuda/runtime/service.h"
+
+namespace jax_ep {
+
+// XLA's preallocated memory pool of one local device, as registered at set-up.
+struct Pool {
+  char *base = nullptr;
+  int64_t bytes = 0;
+  bool is_exportable = false; // one POSIX-fd exportable region
+  bool contains(const void *p, int64_t n) const {
+    const char *c = static_cast<const char *>(p);
+    return n == 0 || (c >= base && c + n <= base + bytes);
+  }
+};
+
+// One local device's place in one group: all that a launch needs. Immutable after bind, except the counters.
+// Lives until the process ends.
+struct RankContext {
+  int device = 0;                   // CUDA ordinal in this process
+  int rank = 0;
+  int num_sms = 0;                  // blocks per call: default for this group (Config may lower it)
+  int max_num_sms = 0;              // ... and the most that keeps all ranks' blocks resident together
+  bool has_bulk = false;            // sm_90 bulk copies available on this device
+  ArenaShape shape{};
+  char *arena = nullptr;            // own arena, device address
+  const Peer *peers = nullptr;      // device memory, [num_ranks]
+  std::vector<uint8_t> same_process; // host copy, [num_ranks]
+  const Pool *pool = nullptr;       // own XLA pool; pool->base null when not registered
+  FailureRecord *failure = nullptr; // pinned host memory, also readable/writable by the device at this address
+  struct Counters;                  // calls, staged calls (atomics, defined in registry.cc)
+  int64_t count_call(bool is_staged) const; // returns calls before this one
+  std::shared_ptr<Counters> counters;
+};
+
+struct Member {
+  int process = 0; // process_index
+  int device = 0;  // local_hardware_id: the CUDA ordinal in that process
+};
+using Groups = std::vector<std::vector<Member>>; // [group][rank]
+
+struct BindSpec {
+  std::string key;
+  Groups groups;
+  int process = 0; // this process's index
+  ArenaShape shape{};
+  int num_sms = 0; // 0: the default
+  Deadline deadline{};
+};
+
+struct Stats {
+  int64_t groups = 0, arenas = 0, symmetric_bytes = 0, calls = 0, staged_calls = 0;
+  int64_t peers_mapped = 0, pools_mapped = 0, pools_registered = 0;
+};
+
+struct FailureReport {
+  std::string key;
+  int device = 0;
+  FailureRecord record{};
+};
+
+class Registry {
+ public:
+  static Registry &get(); // never destroyed
+
+  // Execute path: the context of `device` under `key`, or null when bind did not run for it. Lock held < 1 us.
+  const RankContext *find(std::string_view key, int device);
+
+  // Set-up path; these throw SetupFailure.
+  bool is_bound(std::string_view key, int num_sms);   // throws when num_sms is more than fits
+  void bind(const BindSpec &spec);                    // idempotent
+  int num_local(std::string_view key);                // local devices under `key`; 0: not bound
+  Pool register_pool(int device, uint64_t small_ptr, uint64_t large_ptr); // idempotent
+  Answer answer(const Request &request);              // the service's handler
+  Peers &peers() { return peers_; }
+
+  void synchronize();                                 // waits until the devices of all groups are idle
+  void reset();                                       // clears every arena's flags and every record
+  Stats stats();
+  std::vector<FailureReport> failures();
+
+ private:
+  struct Arena {
+    Mapping memory;
+    ArenaShape shape{};
+    int device = 0;
+    // After the arena's own bytes, and therefore outside reset: the table of peers.
+    char *table() const { return memory.base() + round_up(shape.bytes(), 128); }
+  };
+  struct Bound {
+    int max_num_sms = 0;
+    std::map<int, std::unique_ptr<RankContext>> contexts; // by device
+    int num_groups = 0;                                   // with a member here
+  };
+  struct RegisteredPool {
+    Pool pool;
+    PoolRange range;
+  };
+
+  Arena &arena(const std::string &key, int device, const ArenaShape &shape);
+  const Pool *pool(int device);
+  int max_num_sms(const BindSpec &spec);
+  std::unique_ptr<RankContext> make_context(const BindSpec &spec, const std::vector<Member> &group, int rank,
+                                            const std::vector<int> &local, Peers::Clients *clients);
+
+  std::shared_mutex bound_mutex_;
+  std::map<std::string, Bound, std::less<>> bound_;
+  std::timed_mutex bind_mutex_; // one bind at a time; never held while a peer's request is answered
+  std::mutex arenas_mutex_;
+  std::map<std::pair<std::string, int>, Arena> arenas_; // key, device
+  std::mutex pools_mutex_;
+  std::map<int, RegisteredPool> pools_; // by device; entries never change once made
+  RecordSlab records_;
+  Peers peers_;
+};
+
+// "PeerTimeout: dispatch call 17: rank 2 waited for rank 5 ..." from a record; empty when healthy.
+std::string describe(const FailureRecord &record);
+const char *failure_name(uint32_t code); // "PeerTimeout"
+const char *op_name(uint32_t op);        // "dispatch"
+const char *phase_name(uint32_t phase);  // "announce"
+FailureRecord read_record(const FailureRecord *record); // a copy, taken after `code` was seen
+
+} // namespace jax_ep

@@ -1,0 +1,363 @@
+"""Set-up between processes, all of it while a program compiles.
+
+Every process publishes **one** record in the job's coordination service (`records`): where its service is, and
+what its devices are. Whether the CUDA path can be used, and with how many SMs, is a pure function of the records
+of the mesh's processes, so all ranks choose alike. At lowering a background thread makes XLA's pools known,
+publishes, and loads the kernels; XLA's instantiate then calls `bind_callback`, which joins it and binds the arena
+of the call site. Compile time waits for records, never for a peer's kernel or compile.
+
+After set-up: `check` raises the typed error of a failed call, a watcher thread logs it, `reset` repairs.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import secrets
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep import _ffi, errors, group, records
+from jax_ep.group import Groups
+
+_LARGE_BUFFER_BYTES = 4 << 20  # more than a growing pool's first region holds
+_SETUP_TIMEOUT_S = 300.0
+
+logger = logging.getLogger("jax_ep")
+
+
+class _Process:
+    """This process's part in one job: its service, pools, record and kernels. Work is done once, in `_run`."""
+
+    def __init__(self, world: records.World):
+        self.world = world
+        self.nonce = _nonce()
+        self.records_s = 0.0
+        self._known: dict[int, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._published = threading.Event()
+        self._warm = threading.Event()
+        self._error: Exception | None = None
+
+    def start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                # Not a daemon: the interpreter must not end in the middle of a CUDA call.
+                self._thread = threading.Thread(target=self._run, name="jax_ep-setup", daemon=False)
+                self._thread.start()
+
+    def _run(self) -> None:
+        """In a thread of its own, so that no trace, mesh or default device of the caller is in force."""
+        try:
+            record: dict[str, Any] = {"reason": _local_problem()}
+            ordinals: list[int] = []
+            if not record["reason"]:
+                devices = _jax_devices()
+                ordinals = [d.local_hardware_id for d in devices]
+                address = ""
+                if self.world.num_processes > 1:  # one process has plain addresses: no pool to hand out
+                    for device in devices:
+                        _register_pool(device)
+                    address = _ffi.module().start_service(self.nonce)
+                record = records.describe_process(_ffi.module(), ordinals, address, self.nonce)
+                _start_watcher()
+            self._known[self.world.process_index] = record
+            records.publish(self.world, record)
+            self._published.set()
+            if ordinals:
+                with concurrent.futures.ThreadPoolExecutor(len(ordinals)) as pool:
+                    list(pool.map(lambda ordinal: _ffi.module().warm_up([ordinal]), ordinals))
+        except Exception as error:
+            self._error = error
+            if not self._published.is_set():  # others decide without us instead of waiting for us
+                records.publish(self.world, {"reason": f"set-up failed ({error})"})
+        finally:
+            self._published.set()
+            self._warm.set()
+
+    def wait_warm(self, deadline: float) -> None:
+        self._wait(self._warm, "loading the kernels", deadline)
+
+    def _wait(self, event: threading.Event, what: str, deadline: float) -> None:
+        self.start()
+        if not event.wait(max(0.0, deadline - time.monotonic())):
+            raise errors.SetupTimeout(f"{what} did not end in time on process {self.world.process_index}")
+        if self._error is not None:
+            raise _typed(self._error)
+
+    def read_records(self, processes: tuple[int, ...], deadline: float) -> dict[int, dict[str, Any]]:
+        """Records of `processes`; publishes the own one first, so that no two processes wait for each other."""
+        self._wait(self._published, "publishing the set-up record", deadline)
+        start = time.monotonic()
+        for process in processes:
+            if process not in self._known:
+                self._known[process] = records.collect(self.world, process, deadline)
+        self.records_s += time.monotonic() - start
+        return {p: self._known[p] for p in processes}
+
+    def has(self, groups: Groups) -> bool:
+        """Whether `groups` lie in this job, with this process's devices; else they are another machine's."""
+        index = self.world.process_index
+        if any(p >= self.world.num_processes for p in group.processes(groups)):
+            return False
+        return set(group.local_devices(groups, index)) <= {d.local_hardware_id for d in _jax_devices()}
+
+
+@functools.cache
+def _nonce() -> bytes:
+    return secrets.token_bytes(16)
+
+
+_process: _Process | None = None
+_process_lock = threading.Lock()
+
+
+def _this_process() -> _Process:
+    """The state of the present job; a new one after another jax.distributed.initialize."""
+    global _process
+    world = records.current_world()
+    with _process_lock:
+        if _process is None or _process.world != world:
+            _process = _Process(world)
+        return _process
+
+
+def _local_problem() -> str:
+    """Why this process cannot take part, whatever the mesh."""
+    if _ffi.available():
+        return _ffi.available()
+    if _ffi.num_devices() == 0 or not _jax_devices():
+        return "no CUDA device in this process"
+    return ""
+
+
+def _jax_devices() -> list[Any]:
+    try:
+        return list(jax.local_devices(backend="cuda"))
+    except RuntimeError:  # JAX has no CUDA backend here
+        return []
+
+
+def _register_pool(device: Any) -> None:
+    """Forces XLA's preallocated pool and tells the runtime about it (memory.h says how it is recognised)."""
+    with jax.transfer_guard("allow"):
+        buffers = [jax.device_put(np.zeros(n, np.uint8), device) for n in (256, _LARGE_BUFFER_BYTES)]
+    for buffer in buffers:
+        buffer.block_until_ready()
+    small, large = (buffer.unsafe_buffer_pointer() for buffer in buffers)
+    pool = _ffi.module().register_pool(device.local_hardware_id, small, large)
+    if not pool["exportable"]:
+        logger.warning(
+            "XLA's memory pool of device %d is not one preallocated region (XLA_PYTHON_CLIENT_PREALLOCATE or "
+            "another allocator): rows from other processes go through staging buffers, which is slower",
+            device.local_hardware_id,
+        )
+
+
+def _deadline(config: Any) -> float:
+    return time.monotonic() + (config.setup_timeout_s if config is not None else _SETUP_TIMEOUT_S)
+
+
+def can_use_cuda(groups: Groups, config: Any = None) -> str:
+    """Why the CUDA path cannot serve `groups`, or "". The same answer on every rank.
+
+    Starts this process's set-up in the background, and waits (``config.setup_timeout_s``) until the records of
+    the mesh's processes are there: each publishes when it lowers the program.
+
+    Raises:
+      SetupTimeout: a process of the mesh published nothing in time.
+    """
+    process = _this_process()
+    problem = _local_problem()
+    if problem:
+        if process.world.num_processes > 1:
+            process.start()  # tells the others, who would wait
+        return problem
+    if not process.has(groups):
+        return (
+            "the mesh has devices that this process does not have (to compile ahead of time for another machine, "
+            "pass implementation='cuda')"
+        )
+    mesh_processes = group.processes(groups)
+    return records.why_not(groups, process.read_records(mesh_processes, _deadline(config)))
+
+
+def prepare(groups: Groups, config: Any = None) -> None:
+    """Starts set-up for `groups` in the background; a program that is compiled for another machine starts nothing.
+
+    Raises:
+      SetupError: the CUDA path is impossible; the text says why.
+      SetupTimeout: a process of the mesh published nothing in time.
+      ValueError: ``config.num_sms`` is more than keeps all ranks' blocks resident together.
+    """
+    _ffi.module()
+    process = _this_process()
+    if _ffi.num_devices() == 0 or not process.has(groups):
+        return
+    reason = can_use_cuda(groups, config)
+    if reason:
+        raise errors.SetupError(f"implementation='cuda' is not possible: {reason}")
+    num_sms = config.num_sms if config is not None else None
+    if num_sms is not None:
+        most = records.max_num_sms(groups, process.read_records(group.processes(groups), _deadline(config)))
+        if num_sms > most:
+            raise ValueError(
+                f"Config.num_sms={num_sms}, but all ranks' blocks must be resident together, and the GPU's SMs "
+                f"divided by the ranks on it give {most}; lower num_sms or leave it out"
+            )
+
+
+def bind_callback(
+    key: str, groups: list, num_ranks: int, count_words: int, staging_bytes: int, num_sms: int, timeout_s: float
+) -> str:
+    """Called by XLA's instantiate (any thread): binds the arena of a call site. Returns "" or an error text."""
+    try:
+        deadline = time.monotonic() + timeout_s
+        process = _this_process()
+        index = process.world.process_index
+        if _local_problem() or not process.has(groups) or not group.local_devices(groups, index):
+            return ""  # compiled for another machine; execution there finds its own binding
+        module = _ffi.module()
+        for other, record in process.read_records(group.processes(groups), deadline).items():
+            if record["reason"]:
+                return f"SetupError: process {other} cannot use CUDA: {record['reason']}"
+            if other != index:
+                module.add_process(other, record["address"], bytes.fromhex(record["nonce"]), record["devices"])
+        process.wait_warm(deadline)
+        left = max(0.001, deadline - time.monotonic())
+        module.bind(key, groups, index, num_ranks, count_words, staging_bytes, num_sms, left)
+        return ""
+    except Exception as error:
+        return _error_text(error)
+
+
+def _error_text(error: Exception) -> str:
+    """With a type's name first, as FFI errors of this project have it."""
+    typed = _typed(error)
+    return f"{type(typed).__name__}: {typed}"
+
+
+def _typed(error: Exception) -> Exception:
+    """The exception that a text of the runtime ("SetupTimeout: ...") stands for."""
+    if isinstance(error, (errors.EpError, ValueError)):
+        return error
+    name, _, text = str(error).partition(": ")
+    kind = ValueError if name == "ValueError" else getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        return kind(text)
+    return errors.SetupError(f"{type(error).__name__}: {error}")
+
+
+def records_ms() -> float:
+    """Milliseconds that this process waited for the records of others."""
+    return _process.records_s * 1e3 if _process is not None else 0.0
+
+
+# What a failure means to others decides which one is raised first: others are often its consequences.
+_SEVERITY = ("PeerLost", "MismatchError", "PeerTimeout", "PeerFailed")
+
+
+def _failure_error(failure: dict[str, Any]) -> errors.EpError:
+    kind = getattr(errors, failure["error"], errors.EpError)
+    text = failure["text"].partition(": ")[2]
+    return kind(
+        text,
+        op=failure["op"],
+        rank=failure["rank"],
+        peer=failure["peer"],
+        call=failure["call"],
+        phase=failure["phase"],
+    )
+
+
+def most_severe(failures: list[dict[str, Any]]) -> dict[str, Any]:
+    """The failure to raise, of several."""
+    order = {name: place for place, name in enumerate(_SEVERITY)}
+    return min(failures, key=lambda failure: order.get(failure["error"], len(order)))
+
+
+def check() -> None:
+    """Raises the typed error if a call of this process has failed.
+
+    A call that fails on the device (a peer did not come, ran another program, or failed itself) ends with NaN
+    outputs and sizes of 0, and its group stays unusable until `reset`. Results are asynchronous: wait for them
+    (``jax.block_until_ready``) before asking.
+
+    Raises:
+      PeerTimeout, PeerLost, MismatchError, PeerFailed: with the operation, ranks, call number and phase.
+    """
+    if _ffi.available():
+        return
+    failures = _ffi.module().failures()
+    if failures:
+        raise _failure_error(most_severe(failures))
+
+
+def reset(timeout_s: float = _SETUP_TIMEOUT_S) -> None:
+    """Repairs groups after a failed call: clears all flags and failure records. Collective over the job.
+
+    Every process must call it, after the same call of the program; calls of jax_ep that are under way end first.
+    Without a failure it does nothing visible.
+
+    Args:
+      timeout_s: how long to wait for the other processes.
+
+    Raises:
+      PeerLost: a peer may still write into this process's memory: only a restart is safe.
+      SetupTimeout: another process did not call reset in time.
+    """
+    if _ffi.available() or _ffi.num_devices() == 0:
+        return
+    module = _ffi.module()
+    world = records.current_world()
+    lost = [f for f in module.failures() if f["error"] == "PeerLost"]
+    if lost:
+        raise _failure_error(lost[0])
+    try:
+        module.synchronize()
+        records.barrier(world, "reset", timeout_s)  # nobody launches or stores any more
+        module.reset_local()
+        records.barrier(world, "reset", timeout_s)  # nobody starts before all flags are clear
+    except errors.EpError:
+        raise
+    except RuntimeError as error:
+        raise _typed(error) from error
+    _logged.clear()
+
+
+_logged: set[tuple[str, int]] = set()
+
+
+@functools.cache
+def _start_watcher() -> None:
+    threading.Thread(target=_watch, name="jax_ep-watcher", daemon=True).start()
+
+
+def _watch(poll_s: float = 0.1) -> None:
+    """Logs each failure once: a program may run on with NaN for long before somebody calls `check`."""
+    while True:
+        log_failures(_ffi.module().failures())
+        time.sleep(poll_s)
+
+
+def log_failures(failures: list[dict[str, Any]]) -> None:
+    for failure in failures:
+        at = (failure["key"], failure["device"])
+        if at not in _logged:
+            _logged.add(at)
+            logger.error("%s", failure["text"])
+
+
+def set_up() -> None:
+    """At import: XLA's instantiate finds Python here."""
+    if not _ffi.available():
+        _ffi.module().set_bind_callback(bind_callback)
+
+
+set_up()

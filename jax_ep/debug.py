@@ -1,0 +1,47 @@
+"""What the library holds and has done in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax_ep import _ffi, bootstrap
+
+
+def stats() -> dict[str, Any]:
+    """Counters of this process, since it began.
+
+    Returns:
+      A dict:
+
+      - ``unavailable``: "" or why the CUDA extension is not in use here; then all numbers are 0.
+      - ``groups``: bound groups (and size classes) with a rank in this process; ``arenas``: symmetric memories
+        made here, by ourselves or for a peer; ``symmetric_bytes``: their device memory.
+      - ``peers_mapped``, ``pools_mapped``: arenas and XLA pools of other processes that are mapped here;
+        ``pools_registered``: own XLA pools that peers can map.
+      - ``calls``: executions of dispatch and combine, one per local device; ``direct_calls``: rows went straight
+        into the receiver's buffers; ``staged_calls``: through staging, for at least one peer.
+      - ``setup_ms``: time by phase: ``memory``, ``kernels``, ``peers``, ``records`` (waiting for other processes).
+
+    Example: after one compiled program with a dispatch and a combine ran once on 2 GPUs of one process,
+    ``stats()["calls"] == 4`` and ``stats()["staged_calls"] == 0``.
+    """
+    if _ffi.available():
+        counts = dict.fromkeys(_COUNTS, 0)
+        return {"unavailable": _ffi.available(), **counts, "setup_ms": dict.fromkeys(_PHASES, 0.0)}
+    numbers = _ffi.module().stats()
+    setup_ms = {**numbers.pop("setup_ms"), "records": bootstrap.records_ms()}
+    return {"unavailable": "", **numbers, "setup_ms": setup_ms}
+
+
+_COUNTS = (
+    "groups",
+    "arenas",
+    "symmetric_bytes",
+    "peers_mapped",
+    "pools_mapped",
+    "pools_registered",
+    "calls",
+    "direct_calls",
+    "staged_calls",
+)
+_PHASES = ("memory", "kernels", "peers", "records")

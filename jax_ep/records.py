@@ -1,0 +1,168 @@
+"""What processes tell each other before they share memory: one record each, in the job's coordination service.
+
+A record is JSON::
+
+    {"reason": "" or why this process cannot use CUDA, "protocol": 1, "host": "...",
+     "address": "...", "nonce": "hex",
+     "devices": [{"local_hardware_id": 0, "uuid": "GPU-...", "num_sms": 132, "compute_capability": [9, 0],
+                  "pool_exportable": true, "no_access": ["GPU-..."]}]}
+
+`why_not` and `max_num_sms` are pure functions of the records, so all ranks come to the same answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from jax_ep import errors
+from jax_ep.group import Groups
+
+Record = dict[str, Any]
+_OLDEST_CAPABILITY = (8, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """The job as ``jax.distributed`` knows it; asking starts no backend."""
+
+    process_index: int
+    num_processes: int
+    client: Any  # of the coordination service; None in a job of one process
+
+
+def current_world() -> World:
+    from jax._src import distributed  # there is no public access to the coordination service
+
+    state = distributed.global_state
+    return World(state.process_id or 0, state.num_processes or 1, state.client)
+
+
+def host_identity() -> str:
+    """Equal for two processes that can meet on an abstract Unix socket: one boot, one network namespace."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+
+
+def describe_process(module: Any, ordinals: list[int], address: str, nonce: bytes) -> Record:
+    """The record of this process. `module` is the extension, `ordinals` the devices that JAX uses here."""
+    devices = []
+    for ordinal in ordinals:
+        info = module.device_info(ordinal)
+        blocked = [o for o in range(module.num_devices()) if not module.can_access_peer(ordinal, o)]
+        devices.append(
+            {
+                "local_hardware_id": ordinal,
+                "uuid": info["uuid"],
+                "num_sms": info["num_sms"],
+                "compute_capability": list(info["compute_capability"]),
+                "pool_exportable": module.register_pool(ordinal, 0, 0)["exportable"],
+                "no_access": [module.device_info(o)["uuid"] for o in blocked],
+            }
+        )
+    return {
+        "reason": "",
+        "protocol": module.protocol,
+        "host": host_identity(),
+        "address": address,
+        "nonce": nonce.hex(),
+        "devices": devices,
+    }
+
+
+def _key(process: int) -> str:
+    # Without the protocol, so that a process of another version is read and named instead of waited for.
+    return f"jax_ep/record/{process}"
+
+
+def publish(world: World, record: Record) -> None:
+    if world.client is not None and world.num_processes > 1:
+        world.client.key_value_set(_key(world.process_index), json.dumps(record), allow_overwrite=True)
+
+
+def collect(world: World, process: int, deadline: float) -> Record:
+    """The record of `process`; waits until ``time.monotonic()`` reaches `deadline`."""
+    if world.client is None:
+        raise errors.SetupError(
+            f"the mesh has devices of process {process}, but this process is in no job; "
+            "call jax.distributed.initialize first"
+        )
+    left_ms = max(1, int((deadline - time.monotonic()) * 1000))
+    try:
+        return json.loads(world.client.blocking_key_value_get(_key(process), left_ms))
+    except Exception as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise errors.SetupError(f"no record of process {process}: {error}") from error
+        raise errors.SetupTimeout(
+            f"process {process} published no set-up record in time; every process of the mesh must compile a "
+            "program with jax_ep calls on it"
+        ) from error
+
+
+def barrier(world: World, name: str, timeout_s: float) -> None:
+    """Waits for all processes of the job. Names are numbered, because a barrier serves once."""
+    if world.client is None or world.num_processes == 1:
+        return
+    number = _barriers[name]
+    _barriers[name] += 1
+    try:
+        world.client.wait_at_barrier(f"jax_ep/{name}/{number}", max(1, int(timeout_s * 1000)))
+    except Exception as error:
+        raise errors.SetupTimeout(
+            f"not all {world.num_processes} processes called jax_ep.{name}() within {timeout_s:g} s: {error}"
+        ) from error
+
+
+_barriers: Counter[str] = Counter()
+
+
+def _devices(groups: Groups, records: Mapping[int, Record]) -> dict[tuple[int, int], Record]:
+    """Device entries of all members; a member without an entry is missing."""
+    found = {}
+    for process, record in records.items():
+        for device in record.get("devices", ()):
+            found[process, device["local_hardware_id"]] = device
+    return {member: found[member] for one in groups for member in map(tuple, one) if member in found}
+
+
+def why_not(groups: Groups, records: Mapping[int, Record]) -> str:
+    """Why `groups` cannot exchange rows over CUDA, or "". Takes the records of all processes in `groups`."""
+    for process in sorted(records):
+        if records[process]["reason"]:
+            return f"process {process}: {records[process]['reason']}"
+    protocols = {p: r["protocol"] for p, r in records.items()}
+    if len(set(protocols.values())) > 1:
+        return f"the processes have different versions of jax_ep (protocols {protocols})"
+    devices = _devices(groups, records)
+    for one in groups:
+        members = [tuple(m) for m in one]
+        hosts = {records[p]["host"] for p, _ in members}
+        if len(hosts) > 1:
+            return (
+                f"ranks of one group are on {len(hosts)} hosts (or network namespaces); "
+                "groups over several hosts come later"
+            )
+        for member in members:
+            if member not in devices:
+                return f"process {member[0]} has no CUDA device {member[1]}"
+            capability = tuple(devices[member]["compute_capability"])
+            if capability < _OLDEST_CAPABILITY:
+                return f"device {member} has compute capability {capability}, {_OLDEST_CAPABILITY} is needed"
+            blocked = set(devices[member]["no_access"])
+            for peer in members:
+                if peer in devices and devices[peer]["uuid"] in blocked:
+                    return f"device {member} has no peer access to device {peer}"
+    return ""
+
+
+def max_num_sms(groups: Groups, records: Mapping[int, Record]) -> int:
+    """SMs that each rank may use so that all ranks' blocks are resident together: the smallest share of a GPU."""
+    devices = _devices(groups, records)
+    num_ranks = Counter(device["uuid"] for device in devices.values())
+    return min(device["num_sms"] // num_ranks[device["uuid"]] for device in devices.values())
