@@ -77,7 +77,7 @@ class _KFold:
 
     def _reduce(self, back, weights, dtype):
         """f32 sum over k of weight * row; `back` is [num_tokens, num_topk, hidden]."""
-        return jnp.einsum("tkh,tk->th", back, weights, preferred_element_type=jnp.float32).astype(dtype)
+        return (back.astype(jnp.float32) * weights[..., None]).sum(1).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,16 @@ class Ragged(_KFold):
         rows = lax.ragged_all_to_all(
             x[order // self.workload.num_topk], buffer, in_offsets, send, out_offsets, recv, axis_name=AXIS
         )
-        return rows, (order, send, recv, sizes, jnp.where(idx < 0, 0, weights))
+        return rows, (jnp.argsort(order), send, recv, sizes, jnp.where(idx < 0, 0, weights))
 
     def combine(self, rows, state):
-        order, send, recv, sizes, weights = state
+        place, send, recv, sizes, weights = state
         me = lax.axis_index(AXIS)
         in_offsets = jnp.cumsum(recv) - recv
         out_offsets = (jnp.cumsum(sizes, 1) - sizes)[:, me]
-        buffer = jnp.zeros((order.size, rows.shape[1]), rows.dtype)
+        buffer = jnp.zeros((place.size, rows.shape[1]), rows.dtype)
         back = lax.ragged_all_to_all(rows, buffer, in_offsets, recv, out_offsets, send, axis_name=AXIS)
-        back = back[jnp.argsort(order)].reshape(*weights.shape, -1)
+        back = back[place].reshape(*weights.shape, -1)
         return self._reduce(back, weights, rows.dtype)
 
 

@@ -151,7 +151,8 @@ def _measure(impl, compile_, args, plan: Plan) -> dict:
     if not error < 0.05:
         raise ValueError(f"wrong result, error {error:.3g}")
     received = compile_(impl.dispatch)(*args)
-    dispatch = timing.steady_us(compile_, impl.dispatch, args, plan.num_calls, plan.repeats)
+    # Linked: x and topk_idx, on which all of dispatch hangs; the rows, on which all of combine's work does.
+    dispatch = timing.steady_us(compile_, impl.dispatch, args, plan.num_calls, plan.repeats, num_linked=2)
     combine = timing.steady_us(compile_, lambda *a: (impl.combine(*a),), received, plan.num_calls, plan.repeats)
     return {"dispatch": dispatch, "combine": combine, "error": error}
 

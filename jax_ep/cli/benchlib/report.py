@@ -47,6 +47,7 @@ def draw(result: dict, path: str) -> None:
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     rows = [r for r in result["rows"] if not r["error"]]
     names = list(dict.fromkeys(r["workload"] for r in rows))
@@ -60,6 +61,7 @@ def draw(result: dict, path: str) -> None:
             for y, row in enumerate(shown):
                 axis.plot([row["limit_us"]] * 2, [y - 0.4, y + 0.4], color="#cc3311", linewidth=2)
             axis.set_xscale("log")
+            axis.xaxis.set_minor_formatter(NullFormatter())
             axis.margins(x=0.15)
             axis.invert_yaxis()
             axis.set_title(f"{name} {op}, µs (red: limit)", fontsize=9)
