@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ep.config import Config
 
@@ -115,12 +116,16 @@ def token_in_rank(topk_idx: jax.Array, num_experts: int, num_ranks: int) -> jax.
     return jnp.zeros((topk_idx.shape[0], num_ranks), bool).at[token, rank].set(True, mode="drop")
 
 
-def place_in_expert(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """Number of earlier entries, in (token, k) order, that have the same expert, [num_tokens, num_topk] i32."""
-    key = jnp.where(topk_idx < 0, num_experts, topk_idx).reshape(-1)
-    order = jnp.argsort(key, stable=True).astype(jnp.int32)
-    first = jnp.searchsorted(key[order], jnp.arange(num_experts + 1, dtype=key.dtype)).astype(jnp.int32)
-    place = jnp.zeros_like(key).at[order].set(jnp.arange(key.size, dtype=jnp.int32) - first[key[order]])
+def place_in_expert(topk_idx: jax.Array, counts: jax.Array) -> jax.Array:
+    """Number of earlier entries, in (token, k) order, that have the same expert, [num_tokens, num_topk] i32.
+
+    `counts` are those of `count_experts`; at entries that are -1 the result means nothing.
+    """
+    position = jnp.arange(topk_idx.size, dtype=jnp.int32)
+    key = jnp.where(topk_idx < 0, counts.shape[0], topk_idx).reshape(-1)
+    key, order = lax.sort((key, position), num_keys=2)
+    first = exclusive_sum(counts)
+    place = jnp.zeros_like(key).at[order].set(position - first[key], unique_indices=True)
     return place.reshape(topk_idx.shape)
 
 
@@ -140,6 +145,6 @@ def is_row_kept(handle: Handle) -> jax.Array:
     """Layout "expert": whether a row of recv.x holds a token (not padding, not the tail), bool [capacity]."""
     row = jnp.arange(handle.spec.capacity, dtype=jnp.int32)
     ends = jnp.cumsum(handle.group_sizes, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, row, side="right")
+    group = jnp.searchsorted(ends, row, side="right", method="sort")
     past_counts = (ends - handle.group_sizes + handle.counts).at[group].get(mode="fill", fill_value=0)
     return row < past_counts

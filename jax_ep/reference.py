@@ -26,7 +26,8 @@ def dispatch(x, topk_idx, topk_weights, *, spec: Spec) -> list[jax.Array]:
 
     idx, num_invalid = layout_lib.sanitise(topk_idx, num_experts)
     in_rank = layout_lib.token_in_rank(idx, num_experts, num_ranks)
-    own = jnp.concatenate([layout_lib.count_experts(idx, num_experts), jnp.sum(in_rank, axis=0, dtype=jnp.int32)])
+    own_counts = layout_lib.count_experts(idx, num_experts)
+    own = jnp.concatenate([own_counts, jnp.sum(in_rank, axis=0, dtype=jnp.int32)])
     table = lax.all_gather(own, spec.axis_name)  # [source, experts then ranks]
     expert_table, token_table = table[:, :num_experts], table[:, num_experts:]
 
@@ -48,7 +49,7 @@ def dispatch(x, topk_idx, topk_weights, *, spec: Spec) -> list[jax.Array]:
         dst_row = jnp.take_along_axis(slot, safe_idx // spec.num_local_experts, axis=1)
     else:
         first_row = starts + layout_lib.exclusive_sum(expert_table)[rank]
-        dst_row = first_row[safe_idx] + layout_lib.place_in_expert(idx, num_experts)
+        dst_row = first_row[safe_idx] + layout_lib.place_in_expert(idx, own_counts)
         dst_row = jnp.where(dst_row < capacity, dst_row, -1)
     dst_row = jnp.where(idx >= 0, dst_row, -1)
 
@@ -183,7 +184,7 @@ def _transpose_ranks(a, spec: Spec):
 def _slot_sources(slot_token, recv_offsets, num_tokens: int):
     """Number (source * num_tokens + token) of each slot, -1 for unused slots."""
     slot = jnp.arange(slot_token.shape[0], dtype=jnp.int32)
-    source = jnp.searchsorted(recv_offsets[1:], slot, side="right").astype(jnp.int32)
+    source = jnp.sum(recv_offsets[1:, None] <= slot, axis=0, dtype=jnp.int32)
     return jnp.where(slot_token >= 0, source * num_tokens + slot_token, -1)
 
 
