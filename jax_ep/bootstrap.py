@@ -106,7 +106,7 @@ class _Process:
         index = self.world.process_index
         if any(p >= self.world.num_processes for p in group.processes(groups)):
             return False
-        return set(group.local_devices(groups, index)) <= {d.local_hardware_id for d in _jax_devices()}
+        return set(group.local_devices(groups, index)) <= set(range(len(_jax_devices())))
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def _local_problem() -> str:
 
 def _jax_devices() -> list[Any]:
     try:
-        return list(jax.local_devices(backend="cuda"))
+        return sorted(jax.local_devices(backend="cuda"), key=lambda d: d.id)  # group.member's order
     except RuntimeError:  # JAX has no CUDA backend here
         return []
 
@@ -205,12 +205,8 @@ def prepare(groups: Groups, config: Any = None) -> None:
         raise errors.SetupError(f"implementation='cuda' is not possible: {reason}")
     num_sms = config.num_sms if config is not None else None
     if num_sms is not None:
-        most = records.max_num_sms(groups, process.read_records(group.processes(groups), _deadline(config)))
-        if num_sms > most:
-            raise ValueError(
-                f"Config.num_sms={num_sms}, but all ranks' blocks must be resident together, and the GPU's SMs "
-                f"divided by the ranks on it give {most}; lower num_sms or leave it out"
-            )
+        known = process.read_records(group.processes(groups), _deadline(config))
+        records.check_num_sms(num_sms, records.max_num_sms(groups, known))
 
 
 def bind_callback(
@@ -224,14 +220,18 @@ def bind_callback(
         if _local_problem() or not process.has(groups) or not group.local_devices(groups, index):
             return ""  # compiled for another machine; execution there finds its own binding
         module = _ffi.module()
-        for other, record in process.read_records(group.processes(groups), deadline).items():
-            if record["reason"]:
-                return f"SetupError: process {other} cannot use CUDA: {record['reason']}"
+        known = process.read_records(group.processes(groups), deadline)
+        reason = records.why_not(groups, known)
+        if reason:  # seldom: lowering asked already, but a deserialised program had no lowering
+            return f"SetupError: {reason}"
+        most = records.max_num_sms(groups, known)
+        records.check_num_sms(num_sms, most)
+        for other, record in known.items():
             if other != index:
-                module.add_process(other, record["address"], bytes.fromhex(record["nonce"]), record["devices"])
+                module.add_process(other, record["address"], bytes.fromhex(record["nonce"]))
         process.wait_warm(deadline)
         left = max(0.001, deadline - time.monotonic())
-        module.bind(key, groups, index, num_ranks, count_words, staging_bytes, num_sms, left)
+        module.bind(key, records.with_ordinals(groups, known), index, num_ranks, count_words, staging_bytes, most, left)
         return ""
     except Exception as error:
         return _error_text(error)

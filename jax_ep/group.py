@@ -1,6 +1,6 @@
 """Which device is which rank: from a mesh and the EP axis names to groups of devices.
 
-A *group* is a list of members ``(process_index, local_hardware_id)`` in rank order; ``rank`` is the position
+A *group* is a list of members ``(process_index, local position)`` in rank order; ``rank`` is the position
 along the EP axes exactly as ``jax.lax.axis_index(axis_name)`` counts it (a tuple of axes counts major first).
 One mesh gives as many groups as its other axes have positions. Members are never device ids: ids are not
 contiguous across processes, and a compiled program carries positions, not devices.
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-Member = tuple[int, int]  # (process_index, local_hardware_id)
+Member = tuple[int, int]  # (process_index, position among that process's devices)
 Groups = tuple[tuple[Member, ...], ...]
 
 _REMEDY = (
@@ -32,12 +32,16 @@ def axis_tuple(axis_name: Any) -> tuple[str, ...]:
 
 
 def member(device: Any) -> Member:
-    """``(process_index, local_hardware_id)``: on a GPU the CUDA ordinal in its own process."""
+    """``(process_index, position among the process's devices, by id)``: every process computes the same.
+
+    Not ``local_hardware_id``: what one process sees of another's device is no ordinal there (seen on a GPU that
+    several processes share).
+    """
     try:
-        hardware_id = device.local_hardware_id
+        siblings = [d.id for d in device.client.devices() if d.process_index == device.process_index]
     except Exception:  # devices of a topology description, which belong to no process yet
-        hardware_id = None
-    return int(device.process_index), int(device.id if hardware_id is None else hardware_id)
+        return int(device.process_index), int(device.id)
+    return int(device.process_index), sorted(siblings).index(device.id)
 
 
 def _grouped_devices(mesh: jax.sharding.Mesh, axis_name: Any) -> np.ndarray:
@@ -131,7 +135,7 @@ def processes(groups: Sequence[Sequence[Member]]) -> tuple[int, ...]:
 
 
 def local_devices(groups: Sequence[Sequence[Member]], process_index: int) -> tuple[int, ...]:
-    """Local hardware ids of ``process_index`` in any group, ascending."""
+    """Positions of ``process_index``'s devices in any group, ascending."""
     return tuple(sorted({device for group in groups for process, device in group if process == process_index}))
 
 

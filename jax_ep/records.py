@@ -126,9 +126,15 @@ def _devices(groups: Groups, records: Mapping[int, Record]) -> dict[tuple[int, i
     """Device entries of all members; a member without an entry is missing."""
     found = {}
     for process, record in records.items():
-        for device in record.get("devices", ()):
-            found[process, device["local_hardware_id"]] = device
+        for position, device in enumerate(record.get("devices", ())):
+            found[process, position] = device
     return {member: found[member] for one in groups for member in map(tuple, one) if member in found}
+
+
+def with_ordinals(groups: Groups, records: Mapping[int, Record]) -> list[list[tuple[int, int]]]:
+    """`groups` with each member's CUDA ordinal in its own process instead of its position."""
+    devices = _devices(groups, records)
+    return [[(int(p), devices[int(p), int(d)]["local_hardware_id"]) for p, d in one] for one in groups]
 
 
 def why_not(groups: Groups, records: Mapping[int, Record]) -> str:
@@ -141,7 +147,7 @@ def why_not(groups: Groups, records: Mapping[int, Record]) -> str:
         return f"the processes have different versions of jax_ep (protocols {protocols})"
     devices = _devices(groups, records)
     for one in groups:
-        members = [tuple(m) for m in one]
+        members = [(int(p), int(d)) for p, d in one]
         hosts = {records[p]["host"] for p, _ in members}
         if len(hosts) > 1:
             return (
@@ -158,6 +164,8 @@ def why_not(groups: Groups, records: Mapping[int, Record]) -> str:
             for peer in members:
                 if peer in devices and devices[peer]["uuid"] in blocked:
                     return f"device {member} has no peer access to device {peer}"
+    if max_num_sms(groups, records) < 1:
+        return "more ranks share a GPU than it has SMs"
     return ""
 
 
@@ -166,3 +174,12 @@ def max_num_sms(groups: Groups, records: Mapping[int, Record]) -> int:
     devices = _devices(groups, records)
     num_ranks = Counter(device["uuid"] for device in devices.values())
     return min(device["num_sms"] // num_ranks[device["uuid"]] for device in devices.values())
+
+
+def check_num_sms(num_sms: int, most: int) -> None:
+    """Raises ValueError when `num_sms` (0: the default) is more than `max_num_sms` allows."""
+    if num_sms > most:
+        raise ValueError(
+            f"Config.num_sms={num_sms}, but all ranks' blocks must be resident together, and the GPU's SMs divided "
+            f"by the ranks on it give {most}; lower num_sms or leave it out"
+        )

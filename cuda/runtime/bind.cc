@@ -51,7 +51,7 @@ std::string call_python(const BindRequest &request, const ArenaShape &shape) {
 }
 
 void bind(const std::string &key, const PyGroups &groups, int process, int num_ranks, int count_words,
-          int64_t staging_bytes, int num_sms, double timeout_s) {
+          int64_t staging_bytes, int max_num_sms, double timeout_s) {
   BindSpec spec;
   spec.key = key;
   for (const auto &group : groups) {
@@ -60,7 +60,7 @@ void bind(const std::string &key, const PyGroups &groups, int process, int num_r
   }
   spec.process = process;
   spec.shape = ArenaShape{num_ranks, count_words, staging_bytes};
-  spec.num_sms = num_sms;
+  spec.max_num_sms = max_num_sms;
   spec.deadline = Clock::now() + std::chrono::nanoseconds(int64_t(timeout_s * 1e9));
   Registry::get().bind(spec);
 }
@@ -69,7 +69,7 @@ void bind(const std::string &key, const PyGroups &groups, int process, int num_r
 
 std::string bind_from_instantiate(const BindRequest &request) noexcept {
   try {
-    if (Registry::get().is_bound(request.key, int(request.num_sms))) return "";
+    if (Registry::get().serves(request.key, int(request.num_sms))) return "";
     if (num_devices() == 0) return ""; // compiled here, run elsewhere: execution would say "not bound"
     const ArenaShape shape = arena_shape(int(request.num_ranks), int(request.num_experts), request.row_bytes,
                                          int(request.num_topk), request.staging_bytes);
@@ -87,9 +87,8 @@ void export_bind(nb::module_ &m) {
   m.def("set_bind_callback", [](nb::object fn) { callback() = std::move(fn); }, nb::arg("fn").none());
   m.def("bind", &bind, nb::call_guard<nb::gil_scoped_release>(), nb::arg("key"), nb::arg("groups"),
         nb::arg("process"), nb::arg("num_ranks"), nb::arg("count_words"), nb::arg("staging_bytes"),
-        nb::arg("num_sms"), nb::arg("timeout_s"));
-  m.def("is_bound", [](const std::string &key, int num_sms) { return Registry::get().is_bound(key, num_sms); },
-        nb::arg("key"), nb::arg("num_sms") = 0);
+        nb::arg("max_num_sms"), nb::arg("timeout_s"));
+  m.def("is_bound", [](const std::string &key) { return Registry::get().serves(key, 0); }, nb::arg("key"));
 }
 
 } // namespace jax_ep

@@ -10,7 +10,7 @@ namespace jax_ep {
 // From the attributes of a call site.
 struct BindRequest {
   std::string key;
-  std::vector<int64_t> groups; // [num_groups * num_ranks * 2] of (process_index, local_hardware_id)
+  std::vector<int64_t> groups; // [num_groups * num_ranks * 2] of (process_index, position in it)
   int64_t num_ranks = 0, num_experts = 0, num_topk = 0, row_bytes = 0;
   int64_t staging_bytes = 0;
   int64_t num_sms = 0; // 0: the group's default

@@ -21,6 +21,8 @@ void load(Fn &fn, const char *symbol) {
 }
 
 Driver load_driver() {
+  int count = 0;
+  check(cudaGetDeviceCount(&count), "cudaGetDeviceCount"); // initialises the driver
   Driver d{};
   load(d.get_error_name, "cuGetErrorName");
   load(d.ctx_get_current, "cuCtxGetCurrent");

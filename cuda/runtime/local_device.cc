@@ -1,6 +1,8 @@
 #include "cuda/runtime/local_device.h"
 
+#include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <map>
 #include <memory>
 
@@ -10,6 +12,8 @@
 
 namespace jax_ep {
 namespace {
+
+constexpr int64_t kZeroBytes = int64_t(256) << 10;
 
 std::string format_uuid(const cudaUUID_t &uuid) {
   std::string text = "GPU-";
@@ -83,7 +87,13 @@ LocalDevice::LocalDevice(int device) : device_(device) {
     fail("this process has no CUDA device " + std::to_string(device) + " (it sees " + std::to_string(count) + ")");
   }
   DeviceGuard guard(device);
-  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  int least = 0, greatest = 0; // a priority of its own keeps the stream off the hardware queues of XLA's streams
+  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "cudaStreamCreateWithPriority");
+  void *zeros = nullptr;
+  check(cudaHostAlloc(&zeros, kZeroBytes, cudaHostAllocPortable), "cudaHostAlloc");
+  std::memset(zeros, 0, kZeroBytes);
+  zeros_ = zeros;
 }
 
 void LocalDevice::warm() {
@@ -98,7 +108,12 @@ void LocalDevice::warm() {
 
 void LocalDevice::zero(void *p, int64_t bytes) {
   DeviceGuard guard(device_);
-  check(cudaMemsetAsync(p, 0, size_t(bytes), stream_), "cudaMemsetAsync");
+  // By the copy engine: a memset is a kernel, which would wait for SMs while a call with all SMs waits for us.
+  for (int64_t at = 0; at < bytes; at += kZeroBytes) {
+    check(cudaMemcpyAsync(static_cast<char *>(p) + at, zeros_, size_t(std::min(kZeroBytes, bytes - at)),
+                          cudaMemcpyHostToDevice, stream_),
+          "cudaMemcpyAsync");
+  }
   check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
 }
 

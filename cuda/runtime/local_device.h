@@ -38,6 +38,7 @@ class LocalDevice {
   explicit LocalDevice(int device);
   const int device_;
   cudaStream_t stream_ = nullptr;
+  const void *zeros_ = nullptr; // page-locked
   std::mutex warm_mutex_;
   bool is_warm_ = false;
 };

@@ -12,17 +12,6 @@ void Peers::add(int process, PeerProcess record) {
   }
 }
 
-PeerDevice Peers::device(int process, int device) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto at = processes_.find(process);
-  if (at == processes_.end()) fail("no record of process " + std::to_string(process));
-  const auto found = at->second.devices.find(device);
-  if (found == at->second.devices.end()) {
-    fail("process " + std::to_string(process) + " has no CUDA device " + std::to_string(device));
-  }
-  return found->second;
-}
-
 Peers::Mapped Peers::map(Clients *clients, int process, int device, const std::string &key, const ArenaShape &shape,
                          const std::vector<int> &for_devices, Deadline deadline) {
   std::lock_guard<std::mutex> lock(mutex_);

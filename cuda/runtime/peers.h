@@ -1,4 +1,4 @@
-// The other processes: where their services are, what devices they have, and what of them is mapped here.
+// The other processes: where their services are, and what of them is mapped here.
 #pragma once
 
 #include <atomic>
@@ -14,22 +14,15 @@
 
 namespace jax_ep {
 
-struct PeerDevice {
-  std::string uuid;
-  int num_sms = 0;
-};
-
-// From the record that a process published.
+// From the record that a process published: how to reach its service.
 struct PeerProcess {
-  std::string address; // of its service
+  std::string address;
   Nonce nonce{};
-  std::map<int, PeerDevice> devices; // by local hardware id
 };
 
 class Peers {
  public:
   void add(int process, PeerProcess record); // idempotent; throws when the process had another service before
-  PeerDevice device(int process, int device);
 
   struct Mapped {
     char *arena = nullptr;

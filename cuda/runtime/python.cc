@@ -37,16 +37,8 @@ std::string start_service(nb::bytes nonce_bytes) {
   return service->address();
 }
 
-void add_process(int process, const std::string &address, nb::bytes nonce, nb::list devices) {
-  PeerProcess record;
-  record.address = address;
-  record.nonce = to_nonce(nonce);
-  for (nb::handle h : devices) {
-    nb::dict d = nb::cast<nb::dict>(h);
-    record.devices[nb::cast<int>(d["local_hardware_id"])] = {nb::cast<std::string>(d["uuid"]),
-                                                             nb::cast<int>(d["num_sms"])};
-  }
-  Registry::get().peers().add(process, std::move(record));
+void add_process(int process, const std::string &address, nb::bytes nonce) {
+  Registry::get().peers().add(process, {address, to_nonce(nonce)});
 }
 
 nb::dict device_dict(int device) {
@@ -128,7 +120,7 @@ void export_runtime(nb::module_ &m) {
   m.def("can_access_peer", &can_access_peer, nb::arg("device"), nb::arg("peer"));
   m.def("register_pool", &register_pool, nb::arg("device"), nb::arg("small_ptr"), nb::arg("large_ptr"));
   m.def("start_service", &start_service, nb::arg("nonce"));
-  m.def("add_process", &add_process, nb::arg("process"), nb::arg("address"), nb::arg("nonce"), nb::arg("devices"));
+  m.def("add_process", &add_process, nb::arg("process"), nb::arg("address"), nb::arg("nonce"));
   m.def("warm_up", &warm_up, Unlocked(), nb::arg("devices"));
   m.def("stats", &stats);
   m.def("failures", &failures);

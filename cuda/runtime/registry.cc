@@ -42,14 +42,6 @@ int Registry::num_local(std::string_view key) {
 
 namespace {
 
-void check_num_sms(int num_sms, int most) {
-  if (num_sms < 0 || num_sms > std::min(most, kMaxBlocks)) {
-    throw SetupFailure("ValueError: num_sms=" + std::to_string(num_sms) + ", but all ranks' blocks must be resident "
-                       "together, and the GPU's SMs divided by the ranks on it give " + std::to_string(most) +
-                       "; lower num_sms or leave it out");
-  }
-}
-
 std::vector<int> local_devices(const std::vector<Member> &group, int process) {
   std::set<int> devices;
   for (const Member &m : group) {
@@ -60,39 +52,10 @@ std::vector<int> local_devices(const std::vector<Member> &group, int process) {
 
 } // namespace
 
-bool Registry::is_bound(std::string_view key, int num_sms) {
+bool Registry::serves(std::string_view key, int num_sms) {
   std::shared_lock<std::shared_mutex> lock(bound_mutex_);
   const auto bound = bound_.find(key);
-  if (bound == bound_.end()) return false;
-  check_num_sms(num_sms, bound->second.max_num_sms);
-  return true;
-}
-
-// A pure function of the published records, so that all ranks choose alike: the smallest share over all GPUs.
-int Registry::max_num_sms(const BindSpec &spec) {
-  struct Share {
-    int num_sms = 0, num_ranks = 0;
-  };
-  std::map<std::string, Share> gpus; // by UUID
-  for (const auto &group : spec.groups) {
-    for (const Member &m : group) {
-      PeerDevice device;
-      if (m.process == spec.process) device = {device_info(m.device).uuid, device_info(m.device).num_sms};
-      else device = peers_.device(m.process, m.device);
-      Share &share = gpus[device.uuid];
-      share.num_sms = device.num_sms;
-      ++share.num_ranks;
-    }
-  }
-  int most = kMaxBlocks;
-  for (const auto &[uuid, share] : gpus) {
-    if (share.num_sms < share.num_ranks) {
-      fail(std::to_string(share.num_ranks) + " ranks share " + uuid + ", which has " +
-           std::to_string(share.num_sms) + " SMs");
-    }
-    most = std::min(most, share.num_sms / share.num_ranks);
-  }
-  return most;
+  return bound != bound_.end() && num_sms <= bound->second.max_num_sms;
 }
 
 Registry::Arena &Registry::arena(const std::string &key, int device, const ArenaShape &shape) {
@@ -204,14 +167,14 @@ std::unique_ptr<RankContext> Registry::make_context(const BindSpec &spec, const 
 }
 
 void Registry::bind(const BindSpec &spec) {
-  if (is_bound(spec.key, spec.num_sms)) return;
+  if (serves(spec.key, 0)) return;
+  if (spec.max_num_sms < 1) fail("max_num_sms must be at least 1");
   std::unique_lock<std::timed_mutex> one_at_a_time(bind_mutex_, spec.deadline);
   if (!one_at_a_time) fail_timeout("another program's set-up did not end in time");
-  if (is_bound(spec.key, spec.num_sms)) return;
+  if (serves(spec.key, 0)) return;
 
   Bound bound;
-  bound.max_num_sms = max_num_sms(spec);
-  check_num_sms(spec.num_sms, bound.max_num_sms);
+  bound.max_num_sms = std::min(spec.max_num_sms, kMaxBlocks);
 
   // Own side first: peers may ask for these arenas from now on.
   for (const auto &group : spec.groups) {

@@ -64,7 +64,7 @@ struct BindSpec {
   Groups groups;
   int process = 0; // this process's index
   ArenaShape shape{};
-  int num_sms = 0; // 0: the default
+  int max_num_sms = 0; // the most blocks per rank that keep all ranks' blocks resident together
   Deadline deadline{};
 };
 
@@ -87,7 +87,7 @@ class Registry {
   const RankContext *find(std::string_view key, int device);
 
   // Set-up path; these throw SetupFailure.
-  bool is_bound(std::string_view key, int num_sms);   // throws when num_sms is more than fits
+  bool serves(std::string_view key, int num_sms);     // bound, and with room for as many blocks
   void bind(const BindSpec &spec);                    // idempotent
   int num_local(std::string_view key);                // local devices under `key`; 0: not bound
   Pool register_pool(int device, uint64_t small_ptr, uint64_t large_ptr); // idempotent
@@ -119,7 +119,6 @@ class Registry {
 
   Arena &arena(const std::string &key, int device, const ArenaShape &shape);
   const Pool *pool(int device);
-  int max_num_sms(const BindSpec &spec);
   std::unique_ptr<RankContext> make_context(const BindSpec &spec, const std::vector<Member> &group, int rank,
                                             const std::vector<int> &local, Peers::Clients *clients);
 

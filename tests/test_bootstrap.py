@@ -1,0 +1,286 @@
+"""jax_ep/_ffi.py, records.py, bootstrap.py, debug.py and the parts of cuda/runtime that need no GPU.
+
+Covers: import without a GPU, FFI API versions, what records allow or forbid, publishing and collecting through
+a coordination service, barriers, typed errors out of the runtime's texts, failures logged once, programs for
+another machine, the socket service and the rendezvous (a C++ test), the built module without a GPU.
+"""
+
+import copy
+import logging
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+import jax_ep
+from jax_ep import _ffi, bootstrap, debug, errors, records
+
+ROOT = pathlib.Path(jax_ep.__file__).parent.parent
+needs_extension = pytest.mark.skipif(bool(_ffi.available()), reason="needs the CUDA extension")
+
+
+def test_import_starts_no_backend():
+    script = (
+        "import jax_ep, jax_ep.debug; from jax._src import xla_bridge; assert not xla_bridge._backends; "
+        "print(jax_ep.debug.stats()['calls'])"
+    )
+    out = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.strip() == "0"
+
+
+# --- the extension ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("built", "runtime", "is_good"),
+    [
+        ((0, 1), (0, 1), True),
+        ((0, 1), (0, 5), True),
+        ((0, 1), None, True),  # no header found: XLA decides
+        ((0, 5), (0, 3), False),
+        ((1, 0), (0, 5), False),
+        ((0, 1), (1, 0), False),
+    ],
+)
+def test_ffi_versions(built, runtime, is_good):
+    problem = _ffi.version_problem(built, runtime)
+    assert (problem == "") == is_good
+    assert is_good or ("rebuild" in problem and f"{built[0]}.{built[1]}" in problem)
+
+
+def test_runtime_version_is_found():
+    version = _ffi.runtime_api_version()
+    assert version is not None and version[0] == 0 and version[1] >= 1
+
+
+def test_without_extension_everything_has_a_reason(monkeypatch):
+    monkeypatch.setattr(_ffi, "_module", None)
+    monkeypatch.setattr(_ffi, "_reason", "not built")
+    groups = (((0, 0), (0, 1)),)
+    assert bootstrap.can_use_cuda(groups) == "not built"
+    with pytest.raises(errors.SetupError, match="not built"):
+        bootstrap.prepare(groups)
+    with pytest.raises(errors.SetupError, match="not built"):
+        _ffi.arena_shape(2, 8, 256, 2, 1 << 20)
+    assert _ffi.protocol() == 0 and _ffi.num_devices() == 0
+    bootstrap.check()
+    bootstrap.reset()
+    stats = debug.stats()
+    assert stats["unavailable"] == "not built" and stats["calls"] == 0
+    assert set(stats["setup_ms"]) == {"memory", "kernels", "peers", "records"}
+
+
+@needs_extension
+def test_module_without_a_gpu():
+    module = _ffi.module()
+    count_words, staging_bytes = _ffi.arena_shape(8, 256, 14336, 8, 16 << 20)
+    assert count_words == 512 and staging_bytes == 16 << 20
+    targets = module.targets()
+    assert set(targets) == {"jax_ep_dispatch", "jax_ep_redispatch", "jax_ep_combine"}
+    assert all("execute" in stages and "instantiate" in stages for stages in targets.values())
+    assert module.ffi_api_version <= _ffi.runtime_api_version()
+    assert set(debug.stats()) == {"unavailable", "setup_ms", *debug._COUNTS}
+    if _ffi.num_devices() == 0:
+        groups = (((0, 0), (0, 1)),)
+        assert bootstrap.can_use_cuda(groups) == "no CUDA device in this process"
+        bootstrap.prepare(groups)  # compiling for another machine
+        with pytest.raises(RuntimeError, match="^SetupError: this process has no CUDA device 0"):
+            module.warm_up([0])
+
+
+# --- records ----------------------------------------------------------------------------------------------------
+
+
+def record(*uuids, **changes):
+    device = {"num_sms": 132, "compute_capability": [9, 0], "pool_exportable": True, "no_access": []}
+    devices = [{**device, "local_hardware_id": i, "uuid": uuid} for i, uuid in enumerate(uuids)]
+    return {"reason": "", "protocol": 1, "host": "h", "address": "a", "nonce": "", "devices": devices} | changes
+
+
+PAIR = (((0, 0), (1, 0)),)
+
+
+def test_good_records():
+    assert records.why_not(PAIR, {0: record("x"), 1: record("y")}) == ""
+    assert records.why_not(PAIR, {0: record("x"), 1: record("x")}) == ""  # two processes on one GPU
+    assert records.why_not([[(0, 0), (0, 1)]], {0: record("x", "y")}) == ""
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (record("y", reason="not built"), "process 1: not built"),
+        ({"reason": "no CUDA device in this process"}, "process 1: no CUDA device"),
+        (record("y", protocol=2), "different versions"),
+        (record("y", host="other"), "2 hosts"),
+        (record(), "process 1 has no CUDA device 0"),
+    ],
+)
+def test_bad_records(second, reason):
+    both = {0: record("x"), 1: second}
+    assert reason in records.why_not(PAIR, both)
+    json_like = copy.deepcopy(both)
+    assert records.why_not(PAIR, json_like) == records.why_not(PAIR, both)
+
+
+def test_old_device_and_missing_peer_access():
+    old = record("y")
+    old["devices"][0]["compute_capability"] = [7, 5]
+    assert "compute capability (7, 5)" in records.why_not(PAIR, {0: record("x"), 1: old})
+    blocked = record("y")
+    blocked["devices"][0]["no_access"] = ["x"]
+    assert "no peer access" in records.why_not(PAIR, {0: record("x"), 1: blocked})
+    assert records.why_not((((0, 0),), ((1, 0),)), {0: record("x"), 1: blocked}) == ""  # not in one group
+
+
+def test_hosts_matter_inside_a_group_only():
+    both = {0: record("x", "y", host="h0"), 1: record("z", "w", host="h1")}
+    assert records.why_not((((0, 0), (0, 1)), ((1, 0), (1, 1))), both) == ""
+    assert "hosts" in records.why_not((((0, 0), (1, 0)), ((0, 1), (1, 1))), both)
+
+
+def test_ordinals_replace_positions():
+    both = {0: record("x", "y"), 1: record("z")}
+    both[0]["devices"][1]["local_hardware_id"] = 6
+    both[1]["devices"][0]["local_hardware_id"] = 3
+    assert records.with_ordinals((((0, 0), (1, 0)),), both) == [[(0, 0), (1, 3)]]
+    assert records.with_ordinals((((0, 1), (1, 0)),), both) == [[(0, 6), (1, 3)]]
+
+
+def test_num_sms_is_the_smallest_share():
+    uneven = {0: record("x"), 1: record("x"), 2: record("x"), 3: record("y")}
+    groups = (((0, 0), (1, 0)), ((2, 0), (3, 0)))
+    assert records.max_num_sms(groups, uneven) == 132 // 3  # other groups run at the same time
+    records.check_num_sms(44, 44)
+    records.check_num_sms(0, 44)
+    with pytest.raises(ValueError, match="num_sms=45.* 44"):
+        records.check_num_sms(45, 44)
+    few = record("x")
+    few["devices"][0]["num_sms"] = 1
+    assert "more ranks share a GPU" in records.why_not(PAIR, {0: few, 1: few})
+
+
+class FakeService:
+    """The coordination service's client, as far as records.py uses it."""
+
+    def __init__(self):
+        self.values = {}
+        self.barriers = []
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self.values
+        self.values[key] = value
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        if key not in self.values:
+            raise RuntimeError(f"DEADLINE_EXCEEDED: {key} after {timeout_ms} ms")
+        return self.values[key]
+
+    def wait_at_barrier(self, name, timeout_ms):
+        self.barriers.append(name)
+        if timeout_ms < 1000:
+            raise RuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
+
+
+def test_publish_and_collect():
+    client = FakeService()
+    zero, one = (records.World(index, 2, client) for index in (0, 1))
+    soon = time.monotonic() + 1
+    with pytest.raises(errors.SetupTimeout, match="process 1 published no set-up record"):
+        records.collect(zero, 1, soon)
+    records.publish(one, record("y"))
+    records.publish(one, record("z"))  # after another lowering: the same call, no error
+    assert records.collect(zero, 1, soon) == record("z")
+    with pytest.raises(errors.SetupError, match=r"jax\.distributed\.initialize"):
+        records.collect(records.World(0, 1, None), 1, soon)
+
+
+def test_barriers_have_names_of_their_own():
+    world = records.World(0, 2, FakeService())
+    records.barrier(world, "reset", 5)
+    with pytest.raises(errors.SetupTimeout, match=r"not all 2 processes called jax_ep\.reset\(\)"):
+        records.barrier(world, "reset", 0.5)
+    records.barrier(world, "reset", 5)
+    assert len(set(world.client.barriers)) == 3
+    records.barrier(records.World(0, 1, None), "reset", 5)
+
+
+# --- errors and failures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "text"),
+    [
+        (RuntimeError("SetupTimeout: no answer: late"), errors.SetupTimeout, "no answer: late"),
+        (RuntimeError("SetupError: cuMemMap: bad"), errors.SetupError, "cuMemMap: bad"),
+        (RuntimeError("ValueError: num_sms"), ValueError, "num_sms"),
+        (ValueError("as it is"), ValueError, "as it is"),
+        (KeyError("x"), errors.SetupError, "KeyError: 'x'"),
+        (RuntimeError("annotations: not one of ours"), errors.SetupError, "RuntimeError: annotations: not one of ours"),
+    ],
+)
+def test_texts_become_types_and_back(raised, kind, text):
+    error = bootstrap._typed(raised)
+    assert type(error) is kind and str(error) == text
+    assert bootstrap._error_text(raised) == f"{kind.__name__}: {text}"
+
+
+def failure(name, device=0, **changes):
+    known = dict(op="dispatch", phase="announce", rank=2, peer=5, call=17, expected=1, seen=0, key="k", device=device)
+    return {"error": name, "text": f"{name}: dispatch call 17: rank 2 waited: long", **known, **changes}
+
+
+class FakeModule:
+    def __init__(self, failures):
+        self._failures = failures
+
+    def failures(self):
+        return self._failures
+
+
+def test_check_raises_the_most_severe(monkeypatch):
+    monkeypatch.setattr(_ffi, "_reason", "")
+    monkeypatch.setattr(_ffi, "_module", FakeModule([]))
+    bootstrap.check()
+    monkeypatch.setattr(_ffi, "_module", FakeModule([failure("PeerFailed"), failure("PeerTimeout", 1)]))
+    with pytest.raises(errors.PeerTimeout, match=r"^dispatch call 17: rank 2 waited: long$") as raised:
+        bootstrap.check()
+    error = raised.value
+    assert (error.op, error.rank, error.peer, error.call, error.phase) == ("dispatch", 2, 5, 17, "announce")
+
+
+def test_failures_are_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(bootstrap, "_logged", set())
+    with caplog.at_level(logging.ERROR, logger="jax_ep"):
+        bootstrap.log_failures([failure("PeerTimeout", 0)])
+        bootstrap.log_failures([failure("PeerTimeout", 0), failure("PeerFailed", 1)])
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["PeerTimeout", "PeerFailed"]
+
+
+def test_program_for_another_machine_binds_nothing(monkeypatch):
+    # Two processes' mesh, compiled in a job of one: instantiate must neither fail nor wait.
+    monkeypatch.setattr(bootstrap, "_local_problem", lambda: "")
+    monkeypatch.setattr(bootstrap, "_jax_devices", lambda: [])
+    start = time.monotonic()
+    assert bootstrap.bind_callback("key", [[(0, 0), (1, 0)]], 2, 512, 1 << 20, 0, 30.0) == ""
+    assert bootstrap.bind_callback("key", [[(0, 0), (0, 1)]], 2, 512, 1 << 20, 0, 30.0) == ""
+    assert time.monotonic() - start < 5
+
+
+# --- C++ --------------------------------------------------------------------------------------------------------
+
+
+def test_service_and_rendezvous(tmp_path):
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs nvcc's host compiler")
+    program = tmp_path / "runtime_test"
+    sources = ["cuda/tests/runtime_test.cc", "cuda/runtime/service.cc", "cuda/runtime/rendezvous.cc"]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", "-I."]
+    subprocess.run([compiler, *flags, *sources, "-o", program], cwd=ROOT, check=True, timeout=300)
+    out = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0 and out.stdout == "all passed\n", out.stdout + out.stderr
