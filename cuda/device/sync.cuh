@@ -154,9 +154,13 @@ class Session {
       return true;
     }
     if (threadIdx.x == 0) {
-      // Acquires all blocks' stores. Blocks only wait for bounded things, so this ends; abort does not cut it
-      // short, since a block that still moves rows must not be left behind.
+      // Acquires all blocks' stores. Abort does not cut this short: a block that still moves rows must not be left
+      // behind. Blocks wait for bounded things only (three deadlines at most), so four mean that a block never ran.
+      const uint64_t start = now_ns();
       while (exited.load(cuda::memory_order_acquire) != gridDim.x - 1) {
+        if (now_ns() - start <= 4 * call_.limit_ns) continue;
+        fail(Failure::kPeerLost, Phase::kGrid, call_.rank, gridDim.x - 1, exited.load(cuda::memory_order_relaxed));
+        break;
       }
       exited.store(0, cuda::memory_order_relaxed);
       __threadfence_system(); // carries what was acquired to system scope for the flags below

@@ -1,5 +1,7 @@
 #include "cuda/ffi/call.h"
 
+#include <cuda_runtime_api.h>
+
 #include "cuda/runtime/bind.h"
 #include "cuda/runtime/rendezvous.h"
 
@@ -7,7 +9,6 @@ namespace jax_ep {
 namespace {
 
 ffi::Error internal(std::string text) { return ffi::Error(ffi::ErrorCode::kInternal, std::move(text)); }
-ffi::Error invalid(std::string text) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::move(text)); }
 
 uint64_t hash(std::initializer_list<int64_t> words) { // FNV-1a over bytes: equal programs, equal tag
   uint64_t h = 0xcbf29ce484222325u;
@@ -92,7 +93,14 @@ CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, st
   return c;
 }
 
-ffi::ErrorOr<const RankContext *> find_rank(std::string_view key, int32_t device) {
+int current_device() {
+  int device = -1;
+  cudaGetDevice(&device); // XLA makes the device current around every stage that runs on one
+  return device;
+}
+
+ffi::ErrorOr<const RankContext *> find_rank(std::string_view key) {
+  const int device = current_device();
   const RankContext *rank = Registry::get().find(key, device);
   if (!rank)
     return ffi::Unexpected(internal("SetupError: device " + std::to_string(device) +
@@ -118,12 +126,12 @@ ffi::Error instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary a
   return problem.empty() ? ffi::Error::Success() : internal(problem);
 }
 
-ffi::Error initialize(ffi::RunId run, int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs) {
+ffi::Error initialize(ffi::RunId run, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs) {
   auto key = attrs.get<std::string_view>("key");
   auto timeout = attrs.get<int64_t>("first_timeout_ns");
   if (!key) return key.error();
   if (!timeout) return timeout.error();
-  const std::string problem = rendezvous(*key, run.run_id, device, *timeout);
+  const std::string problem = rendezvous(*key, run.run_id, current_device(), *timeout);
   return problem.empty() ? ffi::Error::Success() : internal(problem);
 }
 

@@ -56,12 +56,13 @@ struct Shared {
 CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, std::initializer_list<int64_t> what,
                      const Shared (&shared)[kNumBuffers]);
 
-// The rank's context, or an error: not bound, or a failed group.
-ffi::ErrorOr<const RankContext *> find_rank(std::string_view key, int32_t device);
+// The context of the current device, or an error: not bound, or a failed group. CUDA's own ordinal is asked: XLA's
+// DeviceOrdinal need not equal it when a process sees only some of its devices.
+ffi::ErrorOr<const RankContext *> find_rank(std::string_view key);
 
 // Instantiate handler of every target: binds the arena while the program compiles.
 ffi::Error instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs);
 // Initialize handler of every target: meets the process' other devices before the first executions.
-ffi::Error initialize(ffi::RunId run, int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs);
+ffi::Error initialize(ffi::RunId run, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs);
 
 } // namespace jax_ep

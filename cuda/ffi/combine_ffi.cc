@@ -10,11 +10,11 @@
 namespace jax_ep {
 namespace {
 
-ffi::Error combine(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
+ffi::Error combine(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::Dictionary attrs) {
   auto a = CallAttributes::read(attrs);
   if (!a) return a.error();
-  auto rank = find_rank(a->key, device);
+  auto rank = find_rank(a->key);
   if (!rank) return rank.error();
   Buffers b("combine", args, rets);
   const int64_t T = b.arg_dim(4, 0), K = a->num_topk, R = a->num_ranks, C = b.arg_dim(0, 0), S = b.arg_dim(7, 0);
@@ -54,7 +54,7 @@ ffi::Error combine(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
 } // namespace
 
 XLA_FFI_DEFINE_HANDLER(kCombine, combine,
-                       ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()
+                       ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .RemainingArgs().RemainingRets().Attrs());
 
 XLA_FFI_Handler *combine_handler() { return kCombine; }

@@ -34,11 +34,11 @@ int64_t scalars_bytes(const CallAttributes &a, int64_t rows) {
   return rows * 4 * (a.layout_kind() == Layout::kToken ? a.num_topk : 1);
 }
 
-ffi::Error dispatch(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
+ffi::Error dispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                     ffi::Dictionary attrs) {
   auto a = CallAttributes::read(attrs);
   if (!a) return a.error();
-  auto rank = find_rank(a->key, device);
+  auto rank = find_rank(a->key);
   if (!rank) return rank.error();
   Buffers b("dispatch", args, rets);
   const int64_t T = b.arg_dim(0, 0), K = a->num_topk, R = a->num_ranks, C = b.ret_dim(0, 0), S = b.ret_dim(2, 0);
@@ -76,11 +76,11 @@ ffi::Error dispatch(cudaStream_t stream, int32_t device, ffi::RemainingArgs args
   return launch(p, b, stream);
 }
 
-ffi::Error redispatch(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
+ffi::Error redispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                       ffi::Dictionary attrs) {
   auto a = CallAttributes::read(attrs);
   if (!a) return a.error();
-  auto rank = find_rank(a->key, device);
+  auto rank = find_rank(a->key);
   if (!rank) return rank.error();
   Buffers b("redispatch", args, rets);
   const int64_t T = b.arg_dim(0, 0), K = a->num_topk, R = a->num_ranks, C = b.ret_dim(0, 0), S = b.arg_dim(5, 0);
@@ -112,10 +112,10 @@ ffi::Error redispatch(cudaStream_t stream, int32_t device, ffi::RemainingArgs ar
 } // namespace
 
 XLA_FFI_DEFINE_HANDLER(kDispatch, dispatch,
-                       ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()
+                       ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(kRedispatch, redispatch,
-                       ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()
+                       ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .RemainingArgs().RemainingRets().Attrs());
 
 XLA_FFI_Handler *dispatch_handler() { return kDispatch; }

@@ -11,7 +11,7 @@ namespace {
 XLA_FFI_DEFINE_HANDLER(kInstantiate, instantiate, ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(kInitialize, initialize,
                        ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
-                           .Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
+                           .Ctx<ffi::RunId>().RemainingArgs().RemainingRets().Attrs());
 
 nb::capsule capsule(XLA_FFI_Handler *handler) { return nb::capsule(reinterpret_cast<void *>(handler)); }
 
