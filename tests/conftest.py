@@ -17,6 +17,10 @@ EXPECTED_SKIPS = (
     "needs nvcc",
     "needs the CUDA extension",
     "needs a CUDA device",
+    "needs 2 ranks",
+    "needs 3 ranks",
+    "needs 4 ranks",
+    "needs NCCL between these ranks",
     "needs jax >=",
     "needs Python >=",
     "needs compute-sanitizer",
@@ -25,6 +29,7 @@ EXPECTED_SKIPS = (
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("cpu", "gpu"), default="cpu", help="run the CPU suite or tests/gpu")
+    parser.addoption("--implementation", choices=("cuda", "xla"), default="cuda", help="that tests/gpu runs")
 
 
 def pytest_configure(config):

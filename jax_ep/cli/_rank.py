@@ -28,10 +28,11 @@ def main() -> None:
     )
     if command[0] == "-m":
         sys.argv = command[1:]
+        sys.path.insert(0, os.getcwd())  # as python -m does
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = command
-        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+        sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
         runpy.run_path(command[0], run_name="__main__")
 
 

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax_ep
 from jax_ep.cli import mps
 
 MEM_FRACTION = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")  # either; jaxlib refuses both
@@ -73,7 +75,9 @@ print(n.value)
 
 def rank_env(launch: Launch, rank: int, gpus: int) -> dict[str, str]:
     """Environment that rank `rank` gets on top of ours."""
-    env = {"PYTHONUNBUFFERED": "1"}
+    # The ranks import this very jax_ep, not one that the working directory or an installation would offer.
+    here = str(pathlib.Path(jax_ep.__file__).parent.parent)
+    env = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
     if gpus == 0:
         flags = os.environ.get("XLA_FLAGS", "")
         flags = " ".join(f for f in flags.split() if "host_platform_device_count" not in f)
@@ -114,7 +118,8 @@ def run(command: Sequence[str], launch: Launch, write=None) -> int:
         try:
             for rank in range(launch.ranks):
                 local = str(rank % gpus) if gpus else "-"
-                child = [sys.executable, "-m", "jax_ep.cli._rank", coordinator, str(launch.ranks), str(rank), local]
+                child = [sys.executable, "-P", "-m", "jax_ep.cli._rank"]
+                child += [coordinator, str(launch.ranks), str(rank), local]
                 env = os.environ | mps_env | rank_env(launch, rank, gpus)
                 processes.append(
                     subprocess.Popen(
@@ -133,7 +138,7 @@ def run(command: Sequence[str], launch: Launch, write=None) -> int:
                 reader.start()
             status = _wait(processes, launch, write)
         finally:
-            _kill(processes)
+            kill(processes)
         for reader in readers:
             reader.join(timeout=5)
         return status
@@ -171,7 +176,7 @@ def _wait(processes: list[subprocess.Popen], launch: Launch, write) -> int:
         time.sleep(0.05)
 
 
-def _kill(processes: list[subprocess.Popen]) -> None:
+def kill(processes: list[subprocess.Popen]) -> None:
     """Ends what still runs: each rank is the leader of a process group of its own."""
     for sig, patience_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 30.0)):
         running = [p for p in processes if p.poll() is None]
@@ -209,11 +214,13 @@ def main(argv: list[str]) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m jax_ep launch", description=__doc__.splitlines()[0])
     add_arguments(parser)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="script.py args..., or -m module args...")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="module args..., instead of a script")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="script.py args...")
     args = parser.parse_args(argv)
     if not args.ranks or args.ranks < 1:
         parser.error("--ranks R with R >= 1 is needed")
-    if not args.command:
-        parser.error("a script to run is needed")
+    command = ["-m", *args.module] if args.module else args.script
+    if not command:
+        parser.error("a script or a module to run is needed")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the ranks
-    return run(args.command, from_arguments(args))
+    return run(command, from_arguments(args))

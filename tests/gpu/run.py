@@ -1,0 +1,164 @@
+"""The whole GPU suite on one card: `python tests/gpu/run.py --logs gpu-logs` (under eight minutes on an H200).
+
+Each stage is a fresh set of processes with its own time limit: the kernels alone (R ranks on R streams of one process),
+then R = 1, 2, 3, 4 and 8 processes, one rank each, that share the card under MPS. A stage passes when every rank's
+pytest does. Needs jax_ep installed with its CUDA extension, or the checkout on PYTHONPATH after a developer build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+
+from jax_ep.cli import launch
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`ranks` None: one process without jax.distributed. `tests`: arguments of pytest."""
+
+    name: str
+    ranks: int | None
+    limit_s: float
+    tests: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    prefix: tuple[str, ...] = ()  # in front of python
+
+
+def stages(cache: str) -> list[Stage]:
+    """All stages in their order: the narrow ones first, so that a broken kernel is found in seconds."""
+    exchange, programs = "test_exchange_processes.py", "test_programs_processes.py"
+    cached = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    # One rank count runs every case; the others run every routing, and the cases that depend on the rank count.
+    some = ("-k", "routings or OtherWays or recorded")
+    plan = [Stage("loopback", None, 150, ("test_loopback.py",), {"JAX_PLATFORMS": "cpu"})]
+    plan += [Stage("R=1", 1, 60, (exchange, programs, "-k", "routings or direct or 1000_are or recorded"))]
+    plan += [Stage(f"R={r}", r, 90, (exchange, *some)) for r in (2, 3)]
+    plan += [Stage("R=4 all cases", 4, 200, (exchange,)), Stage("R=8", 8, 120, (exchange, *some))]
+    plan += [Stage("R=2 programs", 2, 90, (programs,)), Stage("R=4 programs", 4, 150, (programs,))]
+    plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000"))]
+    plan += [Stage("faults", 3, 120, ("test_faults_processes.py",))]
+    plan += [Stage("growing pool", 2, 60, ("test_pool_processes.py",), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})]
+    plan += [Stage(f"memory, {how}", 8, 60, ("test_memory_processes.py",), cached) for how in ("compiled", "cached")]
+    if sanitizer := shutil.which("compute-sanitizer"):
+        tool = (sanitizer, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "application-only")
+        plan += [
+            Stage(
+                "memcheck",
+                None,
+                120,
+                ("test_loopback.py", "-k", "equals_reference and (mixed or dropped or idle)"),
+                {"JAX_PLATFORMS": "cpu"},
+                tool,
+            )
+        ]
+    return plan
+
+
+@dataclass
+class Outcome:
+    """What a stage came to. `state`: passed, FAILED, TIME-OUT, or not run (with the reason in `note`)."""
+
+    state: str
+    seconds: float
+    note: str
+
+
+def run(stage: Stage, limit_s: float, log: pathlib.Path) -> Outcome:
+    """Runs one stage and writes its output to `log`."""
+    start = time.monotonic()
+    tests = [str(HERE / t) if t.endswith(".py") else t for t in stage.tests]
+    with log.open("w") as out:
+
+        def write(line: str) -> None:
+            out.write(line + "\n")
+            out.flush()
+
+        if stage.ranks is None:
+            status = _alone(stage, [*PYTEST, *tests], limit_s, out)
+        else:
+            how = launch.Launch(stage.ranks, limit_s, platform="cuda", grace_s=20, env=tuple(stage.env.items()))
+            status = launch.run([*PYTEST, "--device", "gpu", *tests], how, write)
+    return _outcome(status, time.monotonic() - start, log.read_text(), stage)
+
+
+def _alone(stage: Stage, command: list[str], limit_s: float, out) -> int:
+    process = subprocess.Popen(
+        [*stage.prefix, sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | stage.env,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return launch.TIMED_OUT
+    finally:
+        launch.kill([process])
+
+
+def _outcome(status: int, seconds: float, text: str, stage: Stage) -> Outcome:
+    # pytest's closing line, one per rank: "12 passed, 3 skipped in 9.87s"
+    closing = re.findall(r"^(?:\[(\d+)\] )?=*\s*((?:\d+ \w+(?:, )?)+) in [\d.]+s", text, re.MULTILINE)
+    note = closing[0][1] if closing else ""
+    if stage.prefix and re.search("Device not supported|Unable to find|not supported on this", text):
+        return Outcome("not run", seconds, "compute-sanitizer does not accept this device")
+    if status == 0 and closing:
+        return Outcome("passed", seconds, note)
+    failed = re.findall(r"^(?:\[\d+\] )?((?:FAILED|ERROR) \S+)", text, re.MULTILINE)
+    note = "; ".join(dict.fromkeys(failed)) or note or f"status {status}, see its log"
+    return Outcome("TIME-OUT" if status == launch.TIMED_OUT else "FAILED", seconds, note)
+
+
+def main() -> int:
+    """Runs all stages, or those whose names contain an `--only`, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--logs", type=pathlib.Path, default=ROOT / "gpu-logs", help="folder; default: %(default)s")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="stages with this in their name")
+    parser.add_argument("--limit", type=float, default=480, metavar="S", help="for everything; default: %(default)s")
+    args = parser.parse_args()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    if launch.num_gpus() == 0:
+        print("no CUDA device is visible")
+        return 1
+    end = time.monotonic() + args.limit
+    outcomes: list[tuple[Stage, Outcome]] = []
+    with tempfile.TemporaryDirectory(prefix="jax_ep_cache_") as cache:
+        for stage in stages(cache):
+            if args.only and not any(text in stage.name for text in args.only):
+                continue
+            left = end - time.monotonic()
+            log = args.logs / (re.sub(r"\W+", "-", stage.name) + ".log")
+            if left < 10:
+                outcome = Outcome("FAILED", 0.0, "no time left")
+            else:
+                outcome = run(stage, min(stage.limit_s, left), log)
+            outcomes.append((stage, outcome))
+            print(_line(stage, outcome), flush=True)
+    bad = [stage.name for stage, outcome in outcomes if outcome.state not in ("passed", "not run")]
+    total = sum(outcome.seconds for _, outcome in outcomes)
+    print(f"{len(outcomes)} stages, {len(bad)} failed, {total:.0f} s; logs in {args.logs}")
+    return 1 if bad or not outcomes else 0
+
+
+def _line(stage: Stage, outcome: Outcome) -> str:
+    return f"{stage.name:<18}{outcome.state:<10}{outcome.seconds:>6.1f} s  {outcome.note[:200]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

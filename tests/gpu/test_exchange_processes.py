@@ -1,0 +1,86 @@
+"""Every case of tests/exchange_cases.py with one process per rank, against the NumPy oracle.
+
+All processes run the same test; groups smaller than the job leave the others watching. Memory is poisoned before every
+call. Covers layouts, dtypes, odd shapes, -1 and invalid ids, empty ranks, drops, alignment, bias, weights, gradients,
+handle reuse; straight into the peers' buffers, through staging, and XLA's collectives as a second opinion.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+import ranks
+from exchange_cases import ExchangeCases, Inputs, Sizes, check, exchange, make_inputs
+
+import jax_ep
+from jax_ep import testing
+
+
+@pytest.fixture
+def num_ranks():
+    return jax.device_count()
+
+
+@functools.cache
+def _program(sizes: Sizes, num_ranks: int):
+    return testing.on_ranks(lambda *arrays: exchange(sizes, Inputs(*arrays)), ranks.mesh(num_ranks))
+
+
+class _Processes(ExchangeCases):
+    config = ranks.CONFIG
+
+    @pytest.fixture(autouse=True)
+    def _implementation(self, request):
+        self.implementation = request.config.getoption("--implementation")
+
+    def run(self, sizes, topk_idx, seed=0):
+        if sizes.num_ranks > jax.device_count():
+            pytest.skip(f"needs {sizes.num_ranks} ranks")
+        sizes = dataclasses.replace(sizes, implementation=self.implementation, config=self.config)
+        on = ranks.mesh(sizes.num_ranks)
+        inputs, oracle = make_inputs(sizes, topk_idx, seed)
+        result = None
+        if ranks.takes_part(on):
+            args = ranks.place(on, dataclasses.astuple(inputs))
+            ranks.poison()
+            result = _program(sizes, sizes.num_ranks)(*args)
+        result = ranks.stacked(on, result)
+        if ranks.is_my_turn():
+            check(sizes, result, inputs, oracle)
+        return result
+
+
+class TestExchange(_Processes):
+    """The default: straight into the peers' buffers where that is safe."""
+
+
+@pytest.mark.parametrize("layout", ["expert", "token"])
+class TestOtherWays:
+    """The same exchange on other paths; one program per layout, several routings."""
+
+    def _run(self, request, layout, implementation, config):
+        cases = _Processes()
+        cases.implementation, cases.config = implementation, config
+        # More tokens than one round of the staging windows holds.
+        sizes = Sizes(jax.device_count(), 3 * jax.device_count(), num_tokens=65, layout=layout)
+        for kind in ("uniform", "masked", "empty_ranks", "one_rank"):
+            cases.run(sizes, cases.routing(kind, sizes))
+
+    def test_staged(self, request, layout):
+        staged = dataclasses.replace(ranks.CONFIG, staging="always", staging_bytes=16 << 10)
+        before = jax_ep.debug.stats()["staged_calls"]
+        self._run(request, layout, request.config.getoption("--implementation"), staged)
+        if jax.device_count() > 1 and request.config.getoption("--implementation") == "cuda":
+            assert jax_ep.debug.stats()["staged_calls"] > before
+
+    def test_xla_implementation(self, request, layout):
+        """The reference of the same API meets the same oracle on this platform, so both agree with each other."""
+        problem = ranks.has_xla_collectives()
+        if problem:
+            pytest.skip(f"needs NCCL between these ranks: {problem}")
+        self._run(request, layout, "xla", None)
+
+
+def test_no_failure_was_recorded():
+    jax_ep.check()

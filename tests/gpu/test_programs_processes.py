@@ -1,0 +1,231 @@
+"""Programs as users write them, one process per rank: what is compiled in, many calls, delays, groups, compile order.
+
+Rows carry their source rank and token, so every received row can be checked by itself, on the device where there are
+many of them.
+"""
+
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ranks
+from jax import lax
+from jax.sharding import Mesh
+
+import jax_ep
+from jax_ep import testing
+
+NUM_TOKENS, NUM_TOPK, HIDDEN = 48, 3, 64
+
+
+@pytest.fixture
+def implementation(request):
+    return request.config.getoption("--implementation")
+
+
+def _routing(num_ranks, kind="masked", seed=0):
+    return testing.routing(
+        kind,
+        num_ranks=num_ranks,
+        num_tokens=NUM_TOKENS,
+        num_topk=NUM_TOPK,
+        num_experts=3 * num_ranks,
+        seed=seed,
+    )
+
+
+def _there_and_back(implementation, num_experts, layout="expert", **options):
+    """One dispatch and one combine; identity experts."""
+
+    def fn(x, idx):
+        recv = jax_ep.dispatch(
+            x,
+            idx,
+            num_experts=num_experts,
+            axis_name="ep",
+            layout=layout,
+            config=ranks.CONFIG,
+            implementation=implementation,
+            **options,
+        )
+        return recv, jax_ep.combine(recv.x, recv.handle)
+
+    return fn
+
+
+@functools.cache
+def _compiled(implementation, layout="expert"):
+    on = ranks.mesh()
+    size = on.devices.size
+    args = ranks.place(on, (testing.code_rows(size, NUM_TOKENS, HIDDEN, "bfloat16"), _routing(size)))
+    program = testing.on_ranks(_there_and_back(implementation, 3 * size, layout), on)
+    return program.lower(*args).compile(), args
+
+
+def test_targets_are_compiled_in_and_rows_go_direct(implementation):
+    """The default implementation is ours where it can be; rows go straight into XLA's buffers, none through staging."""
+    compiled, args = _compiled(None)
+    before = jax_ep.debug.stats()
+    ranks.poison()
+    jax.block_until_ready(compiled(*args))
+    after = jax_ep.debug.stats()
+    is_ours = implementation == "cuda"
+    for target in ("jax_ep_dispatch", "jax_ep_combine"):
+        assert (f'custom_call_target="{target}"' in compiled.as_text()) == is_ours
+    assert after["calls"] - before["calls"] == (2 if is_ours else 0)
+    assert after["direct_calls"] - before["direct_calls"] == (2 if is_ours else 0)
+    assert after["staged_calls"] == before["staged_calls"]
+
+
+@pytest.mark.parametrize("layout", ["expert", "token"])
+def test_calls_1_2_3_and_1000_are_equal(implementation, layout):
+    """Same program, same operands, every rank late at random: the same bits each time, and those of the oracle."""
+    compiled, args = _compiled(implementation, layout)
+    on, rng = ranks.mesh(), random.Random(jax.process_index())
+    size = on.devices.size
+    seen = {}
+    for call in range(1, 1001):
+        ranks.random_delay(rng)
+        if call <= 3 or call % 100 == 0:
+            ranks.poison()
+        result = compiled(*args)
+        if call in (1, 2, 3, 1000):
+            seen[call] = ranks.stacked(on, result)
+    x = testing.code_rows(size, NUM_TOKENS, HIDDEN, "bfloat16")
+    oracle = testing.oracle_dispatch(x, _routing(size), num_experts=3 * size, layout=layout)
+    for recv, out in seen.values():
+        testing.check_recv(recv, oracle)
+        testing.same_bits(out, testing.oracle_combine(oracle, oracle.x))
+
+
+@pytest.mark.parametrize("order", ["dp, ep", "ep, dp", "reversed"])
+def test_groups_within_a_mesh(implementation, order):
+    """ep as one of two axes: two groups of neighbours, two strided groups, and devices against their order."""
+    size = jax.device_count()
+    if size < 4 or size % 2:
+        pytest.skip("needs 4 ranks")
+    devices = np.array(jax.devices())
+    if order == "reversed":
+        devices = devices[::-1]
+    devices = devices.reshape(2, size // 2).T if order == "ep, dp" else devices.reshape(2, size // 2)
+    on = Mesh(devices, ("ep", "dp") if order == "ep, dp" else ("dp", "ep"))
+    num_ranks = on.shape["ep"]
+    x = testing.code_rows(size, NUM_TOKENS, HIDDEN, "float32")
+    idx = np.concatenate([_routing(num_ranks, "zipf", seed) for seed in range(2)])
+    program = testing.on_ranks(_there_and_back(implementation, 3 * num_ranks), on, ("dp", "ep"))
+    for _ in range(3):
+        ranks.poison()
+        recv, out = ranks.stacked(on, program(*ranks.place(on, (x, idx), ("dp", "ep"))))
+    for group in (slice(0, num_ranks), slice(num_ranks, size)):
+        oracle = testing.oracle_dispatch(x[group], idx[group], num_experts=3 * num_ranks)
+        testing.check_recv(jax.tree.map(lambda a, g=group: a[g], recv), oracle)
+        testing.same_bits(out[group], testing.oracle_combine(oracle, oracle.x))
+
+
+def test_two_programs_compiled_in_opposite_order(implementation):
+    """Compile time waits for no peer's compile: even ranks compile A then B, odd ranks B then A, then all run both."""
+    on = ranks.mesh()
+    size = on.devices.size
+    programs, args, expected = {}, {}, {}
+    for name, num_local in (("A", 5), ("B", 500)):  # of different size classes, so of different arenas
+        idx = testing.routing(
+            "uniform", num_ranks=size, num_tokens=NUM_TOKENS, num_topk=NUM_TOPK, num_experts=num_local * size
+        )
+        args[name] = ranks.place(on, (testing.code_rows(size, NUM_TOKENS, HIDDEN, "float32"), idx))
+        programs[name] = testing.on_ranks(_there_and_back(implementation, num_local * size), on)
+        expected[name] = ranks.local(args[name])[0] * NUM_TOPK
+    compiled = {}
+    for name in ("AB", "BA")[jax.process_index() % 2]:
+        compiled[name] = programs[name].lower(*args[name]).compile()
+    for name in "ABAB":
+        _, out = compiled[name](*args[name])
+        testing.same_bits(ranks.local(out), expected[name], f"program {name}")
+
+
+def test_scan_over_checkpointed_layers_has_the_gradients_of_no_checkpoint(implementation):
+    """Recomputing in the backward pass repeats the same exchanges on all ranks."""
+    on = ranks.mesh()
+    size = on.devices.size
+    layer = _there_and_back(implementation, 3 * size)
+
+    def loss(remat, scales, x, idx):
+        def body(x, scale):
+            return layer(x * scale, idx)[1] / NUM_TOPK, None
+
+        out, _ = lax.scan(jax.checkpoint(body) if remat else body, x, scales)
+        return (out * jnp.arange(HIDDEN, dtype=x.dtype)).sum()
+
+    x = testing.random_rows((size, NUM_TOKENS, HIDDEN), "float32")
+    scales = np.broadcast_to(np.linspace(0.5, 1.5, 3, dtype=np.float32), (size, 3))
+    args = ranks.place(on, (scales, x, _routing(size, "uniform")))
+    plain, remat = (
+        ranks.local(testing.on_ranks(jax.grad(functools.partial(loss, remat), argnums=(0, 1)), on)(*args))
+        for remat in (False, True)
+    )
+    for got, expected in zip(remat, plain, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+        assert np.abs(expected).max() > 0
+
+
+def test_10000_calls_with_changing_routing(implementation):
+    """No wrong row in 10 000 calls (100 on a CPU), every rank late at random, and memory stays as it is."""
+    on = ranks.mesh()
+    size = on.devices.size
+    num_experts = 4 * size
+    num_runs, num_steps = (100, 25) if implementation == "cuda" else (1, 25)  # four calls a step
+
+    def code(rank, token, step):
+        column = jnp.arange(HIDDEN)
+        return ((rank * 83 + token * 29 + step * 7)[:, None] * 31 + column * 5).astype(jnp.float32)
+
+    def check_rows(recv, step):
+        """Rows whose source and token are not those that the handle names."""
+        slot = jnp.arange(recv.x.shape[0])
+        source = jnp.searchsorted(recv.handle.recv_offsets, slot, side="right") - 1
+        is_row = slot < recv.handle.recv_offsets[-1]
+        wrong = (recv.x != code(source, recv.handle.slot_token, step)).any(1)
+        return (wrong & is_row).sum() + (~is_row & (recv.x != 0).any(1)).sum()
+
+    def run(seed):
+        rank = lax.axis_index("ep")
+        token = jnp.arange(NUM_TOKENS)
+
+        def body(wrong, i):
+            step = seed[0] * num_steps + i
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), step), rank)
+            popularity = jax.random.gumbel(key, (NUM_TOKENS, num_experts)) - 0.1 * jnp.arange(num_experts)
+            _, idx = lax.top_k(popularity, NUM_TOPK)
+            keep = jax.random.uniform(jax.random.fold_in(key, 1), idx.shape) < jnp.where(step % 7 == rank, 0.0, 0.8)
+            idx = jnp.where(keep, idx, -1)
+            x = code(rank, token, step)
+            num_ranks_of = (jax.nn.one_hot(jnp.where(keep, idx // 4, -1), size).max(1)).sum(1)
+            for layout, copies in (("token", num_ranks_of), ("expert", keep.sum(1))):
+                recv, out = _there_and_back(implementation, num_experts, layout)(x, idx)
+                wrong += (out != x * copies[:, None]).any(1).sum()
+                if layout == "token":
+                    wrong += check_rows(recv, step)
+            return wrong, None
+
+        wrong, _ = lax.scan(body, jnp.zeros((), jnp.int32), jnp.arange(num_steps))
+        return wrong
+
+    program = testing.on_ranks(run, on, check_vma=False)
+    rng = random.Random(jax.process_index())
+    seeds = [ranks.place(on, np.full((size, 1), i, np.int32)) for i in range(num_runs)]
+    wrong, free = 0, []
+    for number, seed in enumerate(seeds):
+        ranks.random_delay(rng)
+        wrong += int(ranks.local(program(seed)))
+        if implementation == "cuda" and number in (num_runs // 10, num_runs - 1):
+            ranks.barrier()
+            free.append((ranks.free_device_bytes(), jax.local_devices()[0].memory_stats()["bytes_in_use"]))
+            ranks.barrier()
+    assert wrong == 0
+    assert len(set(free)) <= 1, f"(free on the device, used in XLA's pool) early and late: {free}"
+
+
+def test_no_failure_was_recorded():
+    jax_ep.check()
