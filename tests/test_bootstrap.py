@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -207,6 +208,75 @@ def test_barriers_have_names_of_their_own():
     records.barrier(world, "reset", 5)
     assert len(set(world.client.barriers)) == 3
     records.barrier(records.World(0, 1, None), "reset", 5)
+
+
+class FakeCuda:
+    """The extension of one process, as far as set-up uses it."""
+
+    protocol = 1
+
+    def __init__(self, process):
+        self.process, self.calls = process, []
+
+    def num_devices(self):
+        return 2
+
+    def device_info(self, ordinal):
+        return {"uuid": f"GPU-{self.process}{ordinal}", "num_sms": 132, "compute_capability": (9, 0)}
+
+    def can_access_peer(self, device, peer):
+        return True
+
+    def register_pool(self, ordinal, small, large):
+        return {"base": 1, "bytes": 2, "exportable": True}
+
+    def start_service(self, nonce):
+        self.calls.append("start_service")
+        return f"service-{self.process}"
+
+    def failures(self):
+        return []
+
+    def __getattr__(self, name):
+        return lambda *args: self.calls.append((name, *args))
+
+
+def test_two_processes_set_up_and_bind(monkeypatch):
+    # Process 1 uses its second GPU only: ranks are (0, first), (1, first), ordinals 0 and 1.
+    client = FakeService()
+    devices = {0: [types.SimpleNamespace(local_hardware_id=0)], 1: [types.SimpleNamespace(local_hardware_id=1)]}
+    modules = {0: FakeCuda(0), 1: FakeCuda(1)}
+    monkeypatch.setattr(bootstrap, "_local_problem", lambda: "")
+    monkeypatch.setattr(bootstrap, "_register_pool", lambda device: None)
+    monkeypatch.setattr(bootstrap, "_start_watcher", lambda: None)
+    monkeypatch.setattr(bootstrap, "_process", None)
+
+    def become(process):
+        world = records.World(process, 2, client)
+        monkeypatch.setattr(records, "current_world", lambda: world)
+        monkeypatch.setattr(bootstrap, "_jax_devices", lambda: devices[process])
+        monkeypatch.setattr(_ffi, "_module", modules[process])
+
+    short = types.SimpleNamespace(setup_timeout_s=0.2, num_sms=None)
+    become(0)
+    with pytest.raises(errors.SetupTimeout, match="process 1"):  # it has not lowered the program yet
+        bootstrap.can_use_cuda(PAIR, short)
+    become(1)
+    assert bootstrap.can_use_cuda(PAIR, short) == ""  # process 0 had published before it waited
+    become(0)
+    bootstrap.prepare(PAIR, short)
+    with pytest.raises(ValueError, match="num_sms=133"):
+        bootstrap.prepare(PAIR, types.SimpleNamespace(setup_timeout_s=5, num_sms=133))
+    groups = [list(one) for one in PAIR]
+    assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 0, 5.0) == ""
+    assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 133, 5.0).startswith("ValueError: ")
+    calls = modules[0].calls
+    nonce = bootstrap._nonce()
+    assert ("warm_up", [0]) in calls and calls.index("start_service") < calls.index(("warm_up", [0]))
+    assert ("add_process", 1, "service-1", nonce) in calls
+    (bind,) = [c for c in calls if c[0] == "bind"]
+    assert bind[:-1] == ("bind", "key", [[(0, 0), (1, 1)]], 0, 2, 512, 1 << 20, 132) and 0 < bind[-1] <= 5
+    assert bootstrap.records_ms() >= 0
 
 
 # --- errors and failures ----------------------------------------------------------------------------------------
