@@ -19,7 +19,7 @@ const char *failure_name(uint32_t code) {
 const char *op_name(uint32_t op) {
   switch (Op(op)) {
     case Op::kDispatch: return "dispatch";
-    case Op::kRedispatch: return "dispatch(handle=)";
+    case Op::kRedispatch: return "redispatch";
     case Op::kCombine: return "combine";
   }
   return "call";
