@@ -17,7 +17,65 @@ def combine(
     bias: jax.Array | None = None,
     quantize: str | None = None,
 ) -> jax.Array:
-    """Sums the expert outputs of each token at the rank that dispatched it."""
+    """Sums the expert outputs of each token at the rank that dispatched it.
+
+    With row(t, k) the row of recv.x that entry (t, k) of the dispatch became::
+
+        out[t] = sum over ranks d of round(sum over k with expert on d of weights[row] * y[row]) + bias[t]
+
+    Both sums are in float32 and in this order (ranks ascending, k ascending, starting at +0); `round` is to the
+    dtype of y, as is the result. In layout "token" the inner sum is the row itself. Entries that were not routed
+    or were dropped add nothing; a token without any gives 0 (plus bias).
+
+    Example:
+      The two ranks of `dispatch`'s example; expert e multiplies by e + 1.
+
+      >>> import jax, jax.numpy as jnp, jax_ep
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> x = jnp.array([[1.0] * 4, [2.0] * 4, [3.0] * 4, [4.0] * 4])
+      >>> topk_idx = jnp.array([[0, 2], [1, 0], [3, -1], [0, 3]])
+      >>> topk_weights = jnp.array([[0.75, 0.25], [0.5, 0.5], [1.0, 0.0], [0.25, 0.75]])
+      >>> def layer(x, topk_idx, topk_weights):
+      ...     recv = jax_ep.dispatch(x, topk_idx, topk_weights, num_experts=4, axis_name="ep")
+      ...     expert = 2 * jax.lax.axis_index("ep") + jnp.repeat(jnp.arange(2), recv.group_sizes, total_repeat_length=8)
+      ...     y = recv.x * (expert + 1)[:, None]
+      ...     return jax_ep.combine(y, recv.handle, weights=recv.weights)
+      >>> mesh = Mesh(jax.devices()[:2], ("ep",))
+      >>> out = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x, topk_idx, topk_weights)
+      >>> out[:, 0].tolist()  # 0.75*1*1 + 0.25*3*1, 0.5*2*2 + 0.5*1*2, 1*4*3, 0.25*1*4 + 0.75*4*4
+      [1.5, 3.0, 12.0, 13.0]
+
+    Args:
+      y: [capacity, hidden] bfloat16, float16 or float32, rows as in recv.x; hidden and dtype may differ from x's,
+        rows are a positive multiple of 16 bytes. Rows that hold no token are never read.
+      handle: `recv.handle` of the dispatch whose rows y are. An older handle stays right after newer dispatches.
+      weights: layout "expert": [capacity] any float type, used as float32, usually recv.weights; None: 1. In
+        layout "token" it is a TypeError: the expert computation applies recv.weights there.
+      bias: [num_tokens, hidden] in y's dtype, added once in float32; None: nothing.
+      quantize: reserved; anything but None raises NotImplementedError.
+
+    Returns:
+      [num_tokens, hidden] in y's dtype, on the rank that dispatched the tokens.
+
+    Raises:
+      ValueError, TypeError: while tracing, for static mistakes; the text says what was got, what was expected
+        and what to change.
+      NotImplementedError: for reserved arguments, and under vmap (use `jax.lax.map`).
+      EpError: see `jax_ep.errors`; from a call on CUDA devices that fails at run time, or from its set-up.
+
+    Notes:
+      Call it inside the `jax.shard_map` that made the handle; axis, implementation and config are inherited.
+      Differentiable in y, weights and bias, reverse mode. The cotangent of weights reaches topk_weights through
+      recv.weights.
+      Deterministic: equal bits on every run. Unweighted sums are also equal between implementations; weighted
+      ones within num_topk * 2**-23 * sum |w*y| plus one ulp per rounding, because XLA may fuse multiply and add.
+      Under `jax.checkpoint` the result is named "jax_ep_out".
+      Memory: the result, and in layout "expert" [num_ranks * num_tokens, hidden] of partial sums.
+
+    Source:
+      The contract follows DeepEP's combine (https://github.com/deepseek-ai/DeepEP), with weights applied here on
+      request and a rounding order that does not depend on arrival.
+    """
     shapes.not_implemented("combine", quantize=quantize)
     handle = shapes.handle("combine", handle)
     spec = handle.spec

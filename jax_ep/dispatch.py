@@ -30,7 +30,92 @@ def dispatch(
     config: Config | None = None,
     implementation: str | None = None,
 ) -> Recv:
-    """Sends each token's row to the ranks that hold its experts."""
+    """Sends each token's row to the ranks that hold its experts.
+
+    Expert e lives on rank e // (num_experts / num_ranks), where ranks are positions along `axis_name`. A rank
+    receives every row that was routed to one of its experts, in an order that all implementations share::
+
+        layout="expert":  for e in local experts: for source rank: for token: for k:
+                              if topk_idx[token, k] == e: next row = x[token]
+                          (then pad the group of e with zero rows to a multiple of expert_alignment)
+        layout="token":   for source rank: for token:
+                              if some topk_idx[token, :] is local: next row = x[token]
+
+    Weights travel with their rows and are not applied. A token with several experts on one rank crosses once.
+
+    Example:
+      Two ranks with two tokens each and four experts; experts 0 and 1 live on rank 0, 2 and 3 on rank 1.
+
+      >>> import jax, jax.numpy as jnp, jax_ep
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> x = jnp.array([[1.0] * 4, [2.0] * 4, [3.0] * 4, [4.0] * 4])  # tokens 1, 2 on rank 0; 3, 4 on rank 1
+      >>> topk_idx = jnp.array([[0, 2], [1, 0], [3, -1], [0, 3]])  # token 3 has one expert only
+      >>> topk_weights = jnp.array([[0.75, 0.25], [0.5, 0.5], [1.0, 0.0], [0.25, 0.75]])
+      >>> def receive(x, topk_idx, topk_weights):
+      ...     recv = jax_ep.dispatch(x, topk_idx, topk_weights, num_experts=4, axis_name="ep")
+      ...     return recv.x[:, 0], recv.weights, recv.group_sizes
+      >>> mesh = Mesh(jax.devices()[:2], ("ep",))
+      >>> run = jax.jit(jax.shard_map(receive, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+      >>> rows, weights, group_sizes = run(x, topk_idx, topk_weights)
+      >>> rows.reshape(2, 8).tolist()  # expert 0: tokens 1, 2, 4; expert 1: token 2; then expert 2, expert 3
+      [[1.0, 2.0, 4.0, 2.0, 0.0, 0.0, 0.0, 0.0], [1.0, 3.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
+      >>> weights.reshape(2, 8).tolist()
+      [[0.75, 0.5, 0.25, 0.5, 0.0, 0.0, 0.0, 0.0], [0.25, 1.0, 0.75, 0.0, 0.0, 0.0, 0.0, 0.0]]
+      >>> group_sizes.reshape(2, 2).tolist()
+      [[3, 1], [1, 2]]
+
+    Args:
+      x: [num_tokens, hidden] bfloat16, float16 or float32; rows are a positive multiple of 16 bytes. num_tokens
+        is the same on all ranks and may be 0; ragged inputs use -1 in topk_idx.
+      topk_idx: [num_tokens, num_topk] any integer type, global expert ids. -1: not routed, nothing is sent for
+        this entry and its weight is never read. Ids outside [-1, num_experts) count as -1 and in num_invalid. The
+        same expert twice in a token is two rows. num_topk is at most 32 and at most num_experts.
+      topk_weights: [num_tokens, num_topk] any float type, used as float32; None: recv.weights is None.
+      num_experts: experts of the whole group; a multiple of the number of ranks.
+      axis_name: mesh axis of the expert-parallel group, or a tuple of axes (major first).
+      handle: `recv.handle` of an earlier dispatch: sends a second tensor along the same routing, without
+        exchanging it again. Only x, quantize and zero_tail go with it; everything else comes from the handle.
+      layout: "expert" (rows grouped by local expert, what grouped matrix products take) or "token" (one row per
+        token that reaches this rank, with its local ids and weights beside it).
+      mode: "auto" or "throughput", which are the same so far.
+      capacity: rows of the receive array, a multiple of expert_alignment. None: the worst case, so that nothing
+        is ever dropped: num_ranks * num_tokens * num_topk rows plus padding ("expert"), num_ranks * num_tokens
+        ("token"). That is large; recv.demand says how many rows a step really wanted. Rows beyond the capacity
+        are dropped in the order above: they give 0 in combine and in gradients, and count in num_dropped.
+      expert_alignment: layout "expert": every group starts at a multiple of it. Default 1: no padding.
+      zero_tail: whether rows past the last group are 0 rather than undefined. Default True; the cost is one write
+        of these rows. Padding inside groups is always 0, and gradients are exact either way.
+      quantize: reserved; anything but None raises NotImplementedError.
+      expert_map: reserved, likewise.
+      window: reserved, likewise.
+      config: `jax_ep.Config`, the same on all ranks; None: its defaults.
+      implementation: "cuda" (never falls back), "xla" (pure JAX, every backend), or None: cuda where all ranks of
+        the group can use it, else xla, logged once.
+
+    Returns:
+      `Recv`. Valid rows of recv.x are those of the groups; see there for each field.
+
+    Raises:
+      ValueError, TypeError: while tracing, for static mistakes (shapes, dtypes, an axis that is not bound here,
+        ...); the text says what was got, what was expected and what to change.
+      NotImplementedError: for arguments that are reserved, and under vmap (use `jax.lax.map`).
+      EpError: see `jax_ep.errors`; from a call on CUDA devices that fails at run time, or from its set-up.
+
+    Notes:
+      Call it inside `jax.shard_map` that binds `axis_name`; other mesh axes may be manual or automatic. All
+      ranks of a group call it equally often, with equal static arguments.
+      Differentiable in x and topk_weights, reverse mode; the backward pass reuses the handle. Deterministic:
+      equal inputs give equal bits on every run and implementation.
+      Under `jax.checkpoint` the handle's arrays are named "jax_ep_handle" and the received rows and weights
+      "jax_ep_recv": a policy that saves the first keeps the backward pass from routing again.
+      Memory: the result, and on CUDA flags and a staging window (`Config.staging_bytes`) per group. The pure-JAX
+      implementation also gathers [num_ranks * num_tokens, hidden].
+
+    Source:
+      The contract follows DeepEP's dispatch (https://github.com/deepseek-ai/DeepEP); row order and group sizes
+      are those that `jax.lax.ragged_dot` takes. Unlike there, rows are grouped by expert on request, any number
+      of ranks works, and the routing travels in a handle of plain arrays.
+    """
     shapes.not_implemented("dispatch", quantize=quantize, expert_map=expert_map, window=window)
     if handle is not None:
         shapes.only_with_routing(

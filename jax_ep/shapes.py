@@ -115,7 +115,7 @@ def topk_idx(op: str, idx, experts: int, num_tokens: int | None = None) -> jax.A
     info = jnp.iinfo(idx.dtype)
     if info.max > _INT32_MAX or info.min < -_INT32_MAX - 1:
         xp = np if isinstance(idx, np.ndarray) else jnp
-        low = max(int(info.min), -2)
+        low = max(int(info.min), -_INT32_MAX - 1)
         idx = xp.clip(idx, xp.asarray(low, idx.dtype), xp.asarray(_INT32_MAX, idx.dtype))
     idx = jnp.asarray(idx.astype(np.int32))
     _no_explicit_sharding(op, "topk_idx", idx)
@@ -258,7 +258,7 @@ def bias(op: str, value, num_tokens: int, y: jax.Array) -> jax.Array:
 def only_with_routing(op: str, **arguments) -> None:
     """`dispatch(x, handle=)` takes its routing and settings from the handle."""
     for name, (value, default) in arguments.items():
-        if value is not default and value != default:
+        if value is not None if default is None else value != default:
             raise TypeError(
                 f"{op}: got {name}= beside handle=, expected only x, quantize and zero_tail: "
                 f"the handle carries routing and settings; remove {name}="
