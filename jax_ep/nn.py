@@ -1,0 +1,370 @@
+"""Mixture-of-Experts layer for Flax NNX over `dispatch` and `combine`.
+
+`moe_block` is the functional core and runs inside `shard_map`. `MoE` holds the parameters with their sharding and
+calls the core, from inside the caller's `shard_map` or from one of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_ep import _compat
+from jax_ep.combine import combine
+from jax_ep.config import Config
+from jax_ep.dispatch import dispatch
+from jax_ep.grouped_gemm import grouped_matmul
+
+ACTIVATIONS = ("swiglu", "gelu")
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Static facts of a MoE layer.
+
+    Args:
+      hidden: size of a token.
+      ffn: inner size of one expert.
+      num_experts: experts over the whole group; a multiple of the size of `axis_name`.
+      num_topk: experts per token.
+      activation: `"swiglu"`, `(silu(x w_gate) * (x w_up)) w_down`, or `"gelu"`, `gelu(x w_up) w_down`.
+      normalize_weights: scale a token's top-k router probabilities so that they sum to 1.
+      axis_name: mesh axis, or axes, over which the experts are spread.
+      data_axes: further mesh axes over which tokens are split; the experts are replicated over them.
+      layout: `"expert"` (rows arrive sorted by expert) or `"token"` (one row per token; the layer sorts them).
+      capacity: rows that a rank receives; None for the worst case. Rows beyond it are dropped. A common choice is
+        1.25 to 2 times `num_tokens * num_topk` (layout "expert"), with `num_tokens` per rank.
+      expert_alignment: rows of each local expert are padded to a multiple of it (layout "expert").
+      implementation: of dispatch and combine: `"cuda"`, `"xla"` or None (the best that there is).
+      grouped_matmul: of the expert computation, see `jax_ep.grouped_gemm.grouped_matmul`.
+      config: tuning knobs of dispatch and combine.
+
+    Raises:
+      ValueError: a value outside its range.
+    """
+
+    hidden: int
+    ffn: int
+    num_experts: int
+    num_topk: int = 2
+    activation: str = "swiglu"
+    normalize_weights: bool = True
+    axis_name: str | tuple[str, ...] = "expert"
+    data_axes: tuple[str, ...] = ()
+    layout: str = "expert"
+    capacity: int | None = None
+    expert_alignment: int = 1
+    implementation: str | None = None
+    grouped_matmul: str | None = None
+    config: Config | None = None
+
+    def __post_init__(self):
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"MoEConfig: got activation={self.activation!r}, expected one of {ACTIVATIONS}")
+        if self.layout not in ("expert", "token"):
+            raise ValueError(f'MoEConfig: got layout={self.layout!r}, expected "expert" or "token"')
+        if not 1 <= self.num_topk <= self.num_experts:
+            raise ValueError(f"MoEConfig: got num_topk={self.num_topk}, expected 1 to num_experts={self.num_experts}")
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        return (self.axis_name,) if isinstance(self.axis_name, str) else tuple(self.axis_name)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """All mesh axes over which tokens are split, data axes first."""
+        return (*self.data_axes, *self.expert_axes)
+
+
+class MoEParams(NamedTuple):
+    """Parameters of one layer. Inside `shard_map` the expert arrays hold the local experts only."""
+
+    router: jax.Array  # [hidden, num_experts]
+    w_gate: jax.Array | None  # [num_local_experts, hidden, ffn]; None for "gelu"
+    w_up: jax.Array  # [num_local_experts, hidden, ffn]
+    w_down: jax.Array  # [num_local_experts, ffn, hidden]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEAux:
+    """What a layer reports beside its output, over all tokens of all ranks, equal on every rank."""
+
+    load_balancing_loss: jax.Array  # f32 scalar, 1 when tokens and probabilities are spread evenly
+    z_loss: jax.Array  # f32 scalar, mean of logsumexp(router logits)^2
+    load: jax.Array  # f32 [num_experts], share of the (token, k) entries that chose each expert; sums to 1
+    num_dropped: jax.Array  # i32 scalar, rows that did not fit into the capacity
+
+
+class Routing(NamedTuple):
+    """Router's choice for the tokens of one rank."""
+
+    topk_idx: jax.Array  # i32 [num_tokens, num_topk], -1 for masked tokens
+    topk_weights: jax.Array  # f32 [num_tokens, num_topk]
+    probs: jax.Array  # f32 [num_tokens, num_experts]
+    log_z: jax.Array  # f32 [num_tokens], logsumexp of the logits
+
+
+def route(router: jax.Array, x: jax.Array, config: MoEConfig, mask: jax.Array | None = None) -> Routing:
+    """Chooses `num_topk` experts per token by softmax of `x @ router`, all in f32.
+
+    Args:
+      router: `[hidden, num_experts]`.
+      x: `[num_tokens, hidden]`.
+      config: the layer's.
+      mask: bool `[num_tokens]`; tokens with False are routed nowhere (`topk_idx` -1).
+
+    Returns:
+      A `Routing`. Differentiable with respect to `router` and `x` through weights, probs and log_z.
+    """
+    logits = jnp.dot(x.astype(jnp.float32), router.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    probs = jnp.exp(logits - log_z[:, None])
+    topk_weights, topk_idx = lax.top_k(probs, config.num_topk)
+    if config.normalize_weights:
+        topk_weights = topk_weights / jnp.sum(topk_weights, axis=-1, keepdims=True)
+    if mask is not None:
+        topk_idx = jnp.where(mask[:, None], topk_idx, -1)
+    return Routing(topk_idx.astype(jnp.int32), topk_weights, probs, log_z)
+
+
+def moe_block(
+    params: MoEParams, x: jax.Array, config: MoEConfig, mask: jax.Array | None = None
+) -> tuple[jax.Array, MoEAux]:
+    """Routes tokens to experts over the mesh axis, applies them, and sums their weighted outputs.
+
+    `y[t] = sum_k w[t, k] * expert_{idx[t, k]}(x[t])`, where `idx, w` are the router's top-k. Experts that dropped the
+    token and masked tokens contribute 0.
+
+    Args:
+      params: `MoEParams` of this rank; `router` equal on all ranks.
+      x: `[num_tokens, hidden]` this rank's tokens, bf16, f16 or f32; the experts compute in this dtype.
+      config: static facts.
+      mask: bool `[num_tokens]` or None; tokens with False (padding) are sent nowhere and count in no statistic.
+
+    Returns:
+      y: `[num_tokens, hidden]` of `x`' dtype.
+      aux: `MoEAux`. Add `c * aux.load_balancing_loss` (c about 0.01) to the loss so that experts get equal work.
+
+    Raises:
+      ValueError, TypeError: as `jax_ep.dispatch` does.
+
+    Notes:
+      Call inside `shard_map` over `config.token_axes`. Communication: one dispatch, one combine and one small psum;
+      backward one combine and one dispatch. Differentiable in `params` and `x`, deterministic. Works under
+      `jax.checkpoint` and `lax.scan`.
+
+    Source: load-balancing loss of Switch Transformer (Fedus et al. 2021, eq. 4-6), extended to top-k by counting all
+    (token, k) entries; z-loss of ST-MoE (Zoph et al. 2022, eq. 5).
+    """
+    routing = route(params.router, x, config, mask)
+    # The grouped products treat rows past the last group as padding, whatever they hold.
+    recv = dispatch(
+        x,
+        routing.topk_idx,
+        routing.topk_weights,
+        num_experts=config.num_experts,
+        axis_name=config.axis_name,
+        layout=config.layout,
+        capacity=config.capacity,
+        expert_alignment=config.expert_alignment,
+        zero_tail=False,
+        config=config.config,
+        implementation=config.implementation,
+    )
+    if config.layout == "expert":
+        rows = _apply_experts(params, recv.x, recv.group_sizes, config)
+        y = combine(rows, recv.handle, weights=recv.weights)
+    else:
+        rows = _apply_experts_to_tokens(params, recv.x, recv.topk_idx, recv.weights, config)
+        y = combine(rows, recv.handle)
+    return y, _aux(routing, recv.num_dropped, config, mask)
+
+
+def _apply_experts(params: MoEParams, rows: jax.Array, group_sizes: jax.Array, config: MoEConfig) -> jax.Array:
+    """Experts on `rows` [m, hidden] sorted by local expert; rows past the last group give 0."""
+
+    def matmul(a, w):
+        return grouped_matmul(a, w.astype(rows.dtype), group_sizes, implementation=config.grouped_matmul)
+
+    up = matmul(rows, params.w_up)
+    inner = jax.nn.silu(matmul(rows, params.w_gate)) * up if config.activation == "swiglu" else jax.nn.gelu(up)
+    return matmul(inner, params.w_down)
+
+
+def _apply_experts_to_tokens(params, x, topk_idx, weights, config: MoEConfig) -> jax.Array:
+    """Layout "token": sorts the (token, k) pairs by local expert, applies the experts, sums per token in f32."""
+    num_tokens, num_topk = topk_idx.shape
+    num_local = params.w_up.shape[0]
+    key = jnp.where(topk_idx < 0, num_local, topk_idx).reshape(-1)
+    # The router never picks an expert twice for a token, so not every pair can be local.
+    num_rows = num_tokens * min(num_topk, num_local)
+    order = jnp.argsort(key, stable=True)[:num_rows].astype(jnp.int32)
+    pairs = jnp.arange(num_rows, dtype=jnp.int32)
+    place = jnp.full(key.shape, -1, jnp.int32).at[order].set(pairs)
+    place = jnp.where(topk_idx < 0, -1, place.reshape(topk_idx.shape))
+    group_sizes = jnp.sum(key[:, None] == jnp.arange(num_local, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+
+    token = jnp.where(pairs < jnp.sum(group_sizes), order // num_topk, -1)
+    rows = _apply_experts(params, _expand(x, token, place), group_sizes, config)
+    weighted = rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+    return _contract(weighted, token, place).astype(x.dtype)
+
+
+# Rows of tokens to rows of pairs and back: pair p belongs to token[p], (token t, k) is pair place[t, k], -1 is none.
+# Each is the transpose of the other and both are gathers: summing by scatter-add would make the result depend on the
+# order of atomics.
+@jax.custom_vjp
+def _expand(x: jax.Array, token: jax.Array, place: jax.Array) -> jax.Array:
+    """`out[p] = x[token[p]]`, 0 where token is -1."""
+    del place
+    return jnp.where(token[:, None] >= 0, x[jnp.maximum(token, 0)], jnp.zeros((), x.dtype))
+
+
+@jax.custom_vjp
+def _contract(rows: jax.Array, token: jax.Array, place: jax.Array) -> jax.Array:
+    """`out[t] = sum_k rows[place[t, k]]` in f32, in k order; place -1 adds 0."""
+    del token
+    total = jnp.zeros((place.shape[0], rows.shape[1]), jnp.float32)
+    for k in range(place.shape[1]):
+        row = rows[jnp.maximum(place[:, k], 0)]
+        total = total + jnp.where(place[:, k, None] >= 0, row, 0).astype(jnp.float32)
+    return total.astype(rows.dtype)
+
+
+_expand.defvjp(
+    lambda x, token, place: (_expand(x, token, place), (token, place)),
+    lambda saved, g: (_contract(g, *saved), None, None),
+)
+_contract.defvjp(
+    lambda rows, token, place: (_contract(rows, token, place), (token, place)),
+    lambda saved, g: (_expand(g, *saved), None, None),
+)
+
+
+def _aux(routing: Routing, num_dropped: jax.Array, config: MoEConfig, mask: jax.Array | None) -> MoEAux:
+    """Statistics over all ranks, by a single psum of a short vector."""
+    is_token = jnp.ones(routing.log_z.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
+    flat = jnp.where(routing.topk_idx < 0, config.num_experts, routing.topk_idx).reshape(-1)
+    chosen = jnp.zeros(config.num_experts, jnp.float32).at[flat].add(1.0, mode="drop")
+    local = jnp.concatenate(
+        [
+            chosen,
+            is_token @ routing.probs,
+            jnp.sum(is_token * jnp.square(routing.log_z), keepdims=True),
+            jnp.sum(is_token, keepdims=True),
+            num_dropped.astype(jnp.float32)[None],
+        ]
+    )
+    (local,) = _compat.vary_together((local,), config.token_axes)
+    total = lax.psum(local, config.token_axes)
+    chosen, probs, z, num_tokens, dropped = jnp.split(total, [n := config.num_experts, 2 * n, 2 * n + 1, 2 * n + 2])
+    num_tokens = jnp.maximum(num_tokens[0], 1.0)
+    load = chosen / (num_tokens * config.num_topk)
+    return MoEAux(
+        load_balancing_loss=config.num_experts * jnp.dot(load, probs / num_tokens),
+        z_loss=z[0] / num_tokens,
+        load=load,
+        num_dropped=jnp.round(dropped[0]).astype(jnp.int32),
+    )
+
+
+class MoE(nnx.Module):
+    """Mixture-of-Experts layer; see `moe_block` for what it computes.
+
+    Parameters are global arrays whose Flax metadata shards the experts over `config.axis_name`:
+    `nnx.get_partition_spec` gives the specs, and with `mesh` they are placed at creation.
+
+    Called outside `shard_map` (under `jit`, `grad`), the layer makes its own over `mesh`: `x` is `[..., hidden]`, and
+    its flattened leading axes are split over `config.token_axes`. Called inside a `shard_map` over those axes, where
+    the parameters are the local shards, it runs `moe_block` on the local tokens.
+
+    Args:
+      config: static facts.
+      mesh: concrete mesh with the axes of `config.token_axes`; may be None when all calls are inside `shard_map`.
+      param_dtype: dtype of the parameters; the experts compute in the dtype of `x`.
+      rngs: Flax random streams; `params` is used.
+
+    Returns (call):
+      `(y, aux)`: y of the shape of `x`, aux as `MoEAux`.
+
+    Raises:
+      ValueError: called outside `shard_map` without a mesh; mesh and config do not fit.
+    """
+
+    def __init__(self, config: MoEConfig, *, mesh: Mesh | None = None, param_dtype=jnp.float32, rngs: nnx.Rngs):
+        if mesh is not None:
+            _check_mesh(config, mesh)
+        self.config = config
+        self.mesh = mesh
+        experts = config.axis_name if isinstance(config.axis_name, str) else tuple(config.axis_name)
+        place = {"eager_sharding": False} if mesh is None else {"mesh": mesh}
+
+        def param(*shape, spec):
+            scale = 1.0 / math.sqrt(shape[-2])
+            value = scale * jax.random.normal(rngs.params(), shape, param_dtype)
+            return nnx.Param(value, out_sharding=spec, **place)
+
+        num, hidden, ffn = config.num_experts, config.hidden, config.ffn
+        self.router = param(hidden, num, spec=(None, None))
+        self.w_gate = param(num, hidden, ffn, spec=(experts, None, None)) if config.activation == "swiglu" else None
+        self.w_up = param(num, hidden, ffn, spec=(experts, None, None))
+        self.w_down = param(num, ffn, hidden, spec=(experts, None, None))
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, MoEAux]:
+        tokens = x.reshape(-1, x.shape[-1])
+        mask = None if mask is None else mask.reshape(-1)
+        run = moe_block if self._is_inside_shard_map() else self._sharded_block()
+        y, aux = run(self._params(), tokens, self.config, mask)
+        return y.reshape(x.shape), aux
+
+    def _params(self) -> MoEParams:
+        w_gate = None if self.w_gate is None else self.w_gate[...]
+        return MoEParams(self.router[...], w_gate, self.w_up[...], self.w_down[...])
+
+    def _is_inside_shard_map(self) -> bool:
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return set(self.config.expert_axes) <= set(manual)
+
+    def _sharded_block(self) -> Callable:
+        if self.mesh is None:
+            raise ValueError(
+                f"MoE: called outside shard_map over {self.config.expert_axes} and made without a mesh; call it "
+                "inside jax.shard_map, or make the layer with mesh="
+            )
+        experts, tokens = PartitionSpec(self.config.expert_axes), PartitionSpec(self.config.token_axes)
+        w_gate = None if self.w_gate is None else experts
+        param_specs = MoEParams(PartitionSpec(), w_gate, experts, experts)
+
+        def block(params, x, config, mask):
+            return jax.shard_map(
+                lambda params, x, mask: moe_block(params, x, config, mask),
+                mesh=self.mesh,
+                in_specs=(param_specs, tokens, None if mask is None else tokens),
+                out_specs=(tokens, PartitionSpec()),
+            )(params, x, mask)
+
+        return block
+
+
+def _check_mesh(config: MoEConfig, mesh: Mesh) -> None:
+    missing = [name for name in config.token_axes if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"MoE: the mesh has axes {mesh.axis_names}, expected also {tuple(missing)}; rename its axes, or set "
+            "MoEConfig.axis_name and data_axes"
+        )
+    num_ranks = math.prod(mesh.shape[name] for name in config.expert_axes)
+    if config.num_experts % num_ranks:
+        raise ValueError(
+            f"MoE: got num_experts={config.num_experts} over {num_ranks} ranks of {config.expert_axes}, expected a "
+            "multiple; change num_experts or the mesh"
+        )
