@@ -232,7 +232,7 @@ def test_axis_left_automatic(make_mesh):
         out_specs=PartitionSpec("dp"),
         axis_names={"dp"},
     )
-    with pytest.raises(ValueError, match="'ep' is not bound here.*axis_names"):
+    with pytest.raises(ValueError, match=r"'ep' is not bound here.*axis_names"):
         jax.eval_shape(jax.jit(run), X[0])
 
 
