@@ -1,0 +1,282 @@
+"""Kernels without XLA: R ranks on R streams of one process, against the reference on virtual CPU devices.
+
+Every output is poisoned before every call; bytes are compared, so a row that nobody wrote is found. Covers direct
+and staged moves, both layouts, all payload types, bulk and vector copies, drops, alignment, -1 and invalid ids,
+duplicates, empty ranks, handle reuse, bias, weights and their cotangents, delays, repeated calls, time-outs.
+Run it alone: `JAX_PLATFORMS=cpu pytest tests/gpu/test_loopback.py` (also under compute-sanitizer).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+cuda = pytest.importorskip("jax_ep._cuda", reason="needs the CUDA extension")
+pytestmark = pytest.mark.skipif(cuda.num_devices() == 0, reason="needs a CUDA device")
+
+DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
+CODES = {"bf16": 0, "f16": 1, "f32": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    ranks: int = 4
+    tokens: int = 33
+    topk: int = 3
+    experts: int = 8
+    hidden: int = 72
+    capacity: int | None = None
+    alignment: int = 1
+    layout: str = "expert"
+    dtype: str = "bf16"
+    routing: str = "uniform"
+    weights: bool = True
+    bias: bool = False
+    bulk: bool = True
+    staged: bool = False
+    sms: int = 4
+    staging_bytes: int = 1 << 14
+
+    @property
+    def rows(self):
+        if self.capacity is not None:
+            return self.capacity
+        if self.layout == "token":
+            return self.ranks * self.tokens
+        wanted = self.ranks * self.tokens * self.topk + self.experts // self.ranks * (self.alignment - 1)
+        return -(-wanted // self.alignment) * self.alignment
+
+
+def route(case: Case, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    shape = (case.ranks, case.tokens, case.topk)
+    if case.routing == "uniform":
+        scores = rng.random((case.ranks, case.tokens, case.experts))
+        return np.argsort(scores, axis=-1)[..., : case.topk].astype(np.int32)
+    if case.routing == "mixed":  # -1, duplicates, ids out of range
+        ids = rng.integers(-1, case.experts, shape)
+        wrong = rng.random(shape) < 0.05
+        return np.where(wrong, rng.choice([case.experts, 2**31 - 1, -2, -(2**31)], shape), ids).astype(np.int32)
+    if case.routing == "hot":
+        return np.zeros(shape, np.int32) + np.arange(case.topk, dtype=np.int32) % (case.experts // case.ranks)
+    if case.routing == "none":
+        return np.full(shape, -1, np.int32)
+    ids = rng.integers(0, case.experts, shape).astype(np.int32)  # "idle": one rank sends nothing, one receives nothing
+    ids[0] = -1
+    return np.where(ids // (case.experts // case.ranks) == case.ranks - 1, -1, ids)
+
+
+@functools.cache
+def reference(case: Case):
+    """Jitted reference of everything that a case computes, [R, ...] in and out."""
+    mesh = Mesh(np.array(jax.devices("cpu")[: case.ranks]), ("ep",))
+
+    def run(x, ids, weights, x2, y, y_weights, scalars, bias):
+        recv = jax_ep.dispatch(
+            x[0], ids[0], weights[0] if case.weights else None, num_experts=case.experts, axis_name="ep",
+            layout=case.layout, capacity=case.rows, expert_alignment=case.alignment, implementation="xla",
+        )  # fmt: skip
+        h = recv.handle
+        second = jax_ep.dispatch(x2[0], handle=h)
+        use = case.weights and case.layout == "expert"
+        out = jax_ep.combine(y[0], h, weights=y_weights[0] if use else None, bias=bias[0] if case.bias else None)
+
+        def of_weights(w):
+            return jax_ep.dispatch(
+                x[0], ids[0], w, num_experts=case.experts, axis_name="ep", layout=case.layout,
+                capacity=case.rows, expert_alignment=case.alignment, implementation="xla",
+            ).weights  # fmt: skip
+
+        results = dict(
+            recv_x=recv.x, recv_weights=recv.weights, slot_meta=h.slot_meta, slot_token=h.slot_token,
+            group_sizes=h.group_sizes, counts=h.counts, stats=h.stats, topk_clean=h.topk_idx, slot=h.slot,
+            dst_row=h.dst_row, recv_offsets=h.recv_offsets, second=second.x, out=out,
+        )  # fmt: skip
+        if case.weights:
+            (results["out_scalars"],) = jax.vjp(of_weights, weights[0])[1](scalars[0])
+        return {k: v[None] for k, v in results.items() if v is not None}
+
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+
+
+def make(case: Case, timeout_s: float = 20.0):
+    return cuda.Loopback(
+        num_ranks=case.ranks, num_tokens=case.tokens, num_topk=case.topk, num_experts=case.experts,
+        row_bytes=case.hidden * np.dtype(DTYPES[case.dtype]).itemsize, capacity=case.rows, alignment=case.alignment,
+        layout=int(case.layout == "token"), dtype=CODES[case.dtype], has_weights=case.weights, has_bias=case.bias,
+        use_bulk=case.bulk, force_staged=case.staged, num_sms=case.sms, staging_bytes=case.staging_bytes,
+        timeout_s=timeout_s,
+    )  # fmt: skip
+
+
+def inputs(case: Case, seed: int) -> dict:
+    rng = np.random.default_rng(seed + 1)
+    shape_w = (case.ranks, case.rows) + ((case.topk,) if case.layout == "token" else ())
+
+    def rows(n):
+        return rng.standard_normal((case.ranks, n, case.hidden)).astype(DTYPES[case.dtype])
+
+    ids = route(case, seed)
+    weights = rng.random(ids.shape, np.float32)
+    weights[(ids < 0) | (ids >= case.experts)] = np.nan  # must never be read
+    return dict(
+        x=rows(case.tokens), topk_idx=ids, weights=weights, x2=rows(case.tokens), y=rows(case.rows),
+        y_weights=rng.random((case.ranks, case.rows), np.float32), scalars=rng.random(shape_w, np.float32),
+        bias=rows(case.tokens),
+    )  # fmt: skip
+
+
+RESULTS = (
+    "recv_x recv_weights slot_meta slot_token group_sizes counts stats topk_clean slot dst_row recv_offsets".split()
+)
+
+
+def read(ranks, case, name, like):
+    raw = [np.frombuffer(ranks.read(name, r), np.uint8) for r in range(case.ranks)]
+    return np.stack(raw).view(like.dtype).reshape(like.shape)
+
+
+def same(got, want, name):
+    got, want = np.asarray(got), np.asarray(want)
+    bits = {2: np.uint16, 4: np.uint32}[want.dtype.itemsize]
+    wrong = np.argwhere(got.view(bits) != want.view(bits))
+    assert not len(wrong), f"{name}: {len(wrong)} of {want.size} differ, first at {wrong[0]}: {got[tuple(wrong[0])]} for {want[tuple(wrong[0])]}"
+
+
+def check(case: Case, ranks, seed: int, delays=()):
+    data = inputs(case, seed)
+    plain = dataclasses.replace(case, bulk=True, staged=False, sms=1, staging_bytes=0)  # one compile for all variants
+    want = {k: np.asarray(v) for k, v in reference(plain)(*data.values()).items()}
+
+    def put(name, value):
+        if ranks.bytes(name):
+            for r in range(case.ranks):
+                ranks.write(name, r, np.ascontiguousarray(value[r]).tobytes())
+
+    def run(op, results):
+        for name in results:
+            ranks.fill(name, 0xAB)
+        ranks.launch(op, list(delays))
+        ranks.synchronize()
+        for r in range(case.ranks):
+            assert ranks.failure(r)["code"] == 0, ranks.failure(r)
+
+    for name in ("x", "topk_idx", "weights", "y", "y_weights", "scalars", "bias"):
+        put(name, data[name])
+    run("dispatch", RESULTS)
+    for name in RESULTS:
+        if name in want:
+            same(read(ranks, case, name, want[name]), want[name], name)
+    run("combine", ["out", "out_scalars", "partial"])
+    got = read(ranks, case, "out", want["out"])
+    if case.weights and case.layout == "expert":  # XLA may contract multiply and add
+        magnitude = np.abs(data["y"].astype(np.float32)).max() * case.topk
+        eps = {"bf16": 2**-8, "f16": 2**-11, "f32": 2**-22}[case.dtype]
+        np.testing.assert_allclose(got.astype(np.float32), want["out"].astype(np.float32), atol=2 * magnitude * eps * min(case.topk, case.ranks), rtol=0)
+    else:
+        same(got, want["out"], "out")
+    if case.weights:
+        same(read(ranks, case, "out_scalars", want["out_scalars"]), want["out_scalars"], "out_scalars")
+    put("x", data["x2"])
+    run("redispatch", ["recv_x", "recv_weights"])
+    same(read(ranks, case, "recv_x", want["second"]), want["second"], "recv_x of a reused handle")
+
+
+SMALL = Case()
+CASES = {
+    "expert": SMALL,
+    "token": dataclasses.replace(SMALL, layout="token"),
+    "token, no weights, bias": dataclasses.replace(SMALL, layout="token", weights=False, bias=True),
+    "expert, no weights, bias": dataclasses.replace(SMALL, weights=False, bias=True, dtype="f16"),
+    "f32": dataclasses.replace(SMALL, dtype="f32", weights=False, bias=True),
+    "f16 token": dataclasses.replace(SMALL, dtype="f16", layout="token"),
+    "aligned": dataclasses.replace(SMALL, alignment=16, routing="mixed"),
+    "mixed ids": dataclasses.replace(SMALL, routing="mixed", weights=False),
+    "mixed ids, token": dataclasses.replace(SMALL, routing="mixed", layout="token"),
+    "dropped": dataclasses.replace(SMALL, capacity=48, alignment=16, weights=False),
+    "dropped, token": dataclasses.replace(SMALL, capacity=40, layout="token", routing="mixed"),
+    "hot": dataclasses.replace(SMALL, routing="hot", ranks=8, topk=1, weights=False),
+    "idle ranks": dataclasses.replace(SMALL, routing="idle", layout="token"),
+    "nothing routed": dataclasses.replace(SMALL, routing="none"),
+    "no tokens": dataclasses.replace(SMALL, tokens=0, capacity=8, alignment=8),
+    "one rank": dataclasses.replace(SMALL, ranks=1, weights=False),
+    "three ranks": dataclasses.replace(SMALL, ranks=3, experts=9, topk=9, weights=False),
+    "eight ranks": dataclasses.replace(SMALL, ranks=8, tokens=130, experts=64, topk=8, hidden=512, layout="token"),
+    "eight ranks, expert": dataclasses.replace(SMALL, ranks=8, tokens=130, experts=64, topk=8, hidden=512, weights=False, alignment=8),
+    "32 of 32": dataclasses.replace(SMALL, ranks=2, experts=32, topk=32, weights=False, tokens=9),
+    "one token": dataclasses.replace(SMALL, ranks=8, tokens=1, topk=8, layout="token"),
+    "long rows": dataclasses.replace(SMALL, ranks=2, hidden=16392, tokens=5, layout="token", dtype="f32"),
+    "many experts": dataclasses.replace(SMALL, ranks=2, experts=1000, topk=4),
+    "thousands of experts": dataclasses.replace(SMALL, ranks=8, experts=4000, topk=4, layout="token"),
+    "one block": dataclasses.replace(SMALL, sms=1),
+    "16 blocks": dataclasses.replace(SMALL, ranks=8, sms=16, tokens=257, layout="token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+@pytest.mark.parametrize("bulk", [True, False], ids=["bulk", "vector"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_reference(name, bulk, staged):
+    case = dataclasses.replace(CASES[name], bulk=bulk, staged=staged)
+    ranks = make(case)
+    for seed in range(3):
+        check(case, ranks, seed)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+@pytest.mark.parametrize("layout", ["expert", "token"])
+def test_random_delays_and_many_calls(layout, staged):
+    case = Case(ranks=4, tokens=64, topk=4, experts=16, hidden=256, layout=layout, weights=False, staged=staged)
+    ranks = make(case)
+    rng = np.random.default_rng(0)
+    for call in range(60):
+        delays = rng.integers(0, 200_000, case.ranks) if call % 2 else []
+        check(case, ranks, call % 5, [int(d) for d in delays])
+
+
+def test_call_1000_equals_call_1():
+    case = Case(ranks=4, tokens=64, topk=4, experts=16, hidden=256, layout="token")
+    ranks = make(case)
+    check(case, ranks, 0)
+    for _ in range(330):
+        for op in ("dispatch", "combine", "redispatch"):
+            ranks.launch(op)
+    ranks.synchronize()
+    check(case, ranks, 1)
+    check(case, ranks, 0)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_absent_rank_is_named_and_late_rank_writes_nothing(op):
+    case = Case(ranks=3, experts=9, layout="token", tokens=16)
+    ranks = make(case, timeout_s=0.5)
+    data = inputs(case, 0)
+    for name in ("x", "topk_idx", "weights", "y", "scalars"):
+        for r in range(case.ranks):
+            ranks.write(name, r, np.ascontiguousarray(data[name][r]).tobytes())
+    ranks.launch("dispatch")
+    ranks.synchronize()
+    result = "recv_x" if op == "dispatch" else "out"
+    ranks.launch(op, absent=[2])
+    ranks.synchronize()
+    before = [ranks.read(result, r) for r in range(3)]
+    for r in (0, 1):
+        failure = ranks.failure(r)
+        assert (failure["code"], failure["peer"], failure["rank"]) == (1, 2, r)
+        assert set(before[r]) == {0xFF}  # poisoned
+    ranks.launch(op, absent=[0, 1])  # rank 2 comes after the others left
+    ranks.synchronize()
+    assert ranks.failure(2)["code"] == 4
+    assert [ranks.read(result, r) for r in (0, 1)] == before[:2]
+    ranks.launch("dispatch")  # a broken group poisons and returns at once
+    ranks.synchronize()
+    ranks.reset()
+    check(case, ranks, 3)
