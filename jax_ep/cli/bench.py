@@ -118,7 +118,9 @@ def _first_calls(plan: Plan, how: launch.Launch, starts: int) -> int:
             if status:
                 return status
             runs.append(json.loads(out.read_text()))
-            print(f"start {start}: " + ", ".join(_describe(runs[-1], key) for key in ("ours", "control")), flush=True)
+            setup = ", ".join(f"{phase} {ms:.0f}" for phase, ms in runs[-1]["setup_ms"].items())
+            parts = [_describe(runs[-1], key) for key in ("ours", "control")] + [f"set-up ms: {setup}"]
+            print(f"start {start}: " + "; ".join(parts), flush=True)
     medians = {key: statistics.median(run[key]["ratio"] for run in runs) for key in ("ours", "control")}
     print(f"median of {starts}: " + ", ".join(f"{key} {ratio:.2f}" for key, ratio in medians.items()))
     if plan.json_path:
@@ -128,4 +130,4 @@ def _first_calls(plan: Plan, how: launch.Launch, starts: int) -> int:
 
 def _describe(run: dict, key: str) -> str:
     r = run[key]
-    return f"{key} {r['first_us']:.0f} us first, {r['steady_us']:.0f} us steady, ratio {r['ratio']:.2f}"
+    return f"{key} {r['first_us']:.0f} us first / {r['steady_us']:.0f} us steady = {r['ratio']:.2f}"

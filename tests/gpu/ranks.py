@@ -80,7 +80,7 @@ def stacked(on: Mesh, result):
 
 
 def poison() -> None:
-    """Leaves NaN patterns in the memory that XLA hands out next: fresh memory is often zero and hides unwritten rows."""
+    """Leaves NaN patterns in the memory that XLA hands out next: fresh memory is often zero and hides a missing row."""
     jax.block_until_ready(_poison())
 
 
