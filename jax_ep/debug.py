@@ -20,7 +20,11 @@ def stats() -> dict[str, Any]:
         ``pools_registered``: own XLA pools that peers can map.
       - ``calls``: executions of dispatch and combine, one per local device; ``direct_calls``: rows went straight
         into the receiver's buffers; ``staged_calls``: through staging, for at least one peer.
-      - ``setup_ms``: time by phase: ``memory``, ``kernels``, ``peers``, ``records`` (waiting for other processes).
+      - ``dispatch_entered_ns``: ``time.monotonic_ns()`` when XLA last entered a dispatch that routes, on any local
+        device: from there to the end of a program is device work, without JAX's and XLA's own start.
+      - ``attached``: call sites that found their arena already bound when their program was compiled or loaded.
+      - ``setup_ms``: time by phase: ``memory``, ``kernels``, ``peers``, ``records`` (waiting for other processes),
+        ``attach`` (of all ``attached`` call sites together).
 
     Example: after one compiled program with a dispatch and a combine ran once on 2 GPUs of one process,
     ``stats()["calls"] == 4`` and ``stats()["staged_calls"] == 0``.
@@ -43,5 +47,7 @@ _COUNTS = (
     "calls",
     "direct_calls",
     "staged_calls",
+    "dispatch_entered_ns",
+    "attached",
 )
-_PHASES = ("memory", "kernels", "peers", "records")
+_PHASES = ("memory", "kernels", "peers", "records", "attach")

@@ -88,7 +88,7 @@ CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, st
     if (!rank.pool || !rank.pool->contains(shared[i].at, shared[i].bytes)) c.is_direct = 0;
   }
   for (uint8_t same : rank.same_process) reaches_all = reaches_all && (same || c.is_direct);
-  const int64_t before = rank.count_call(!reaches_all);
+  const int64_t before = rank.count_call(!reaches_all, op == Op::kDispatch);
   c.limit_ns = uint64_t(before == 0 ? a.first_timeout_ns : a.timeout_ns);
   return c;
 }

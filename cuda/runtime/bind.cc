@@ -9,6 +9,7 @@
 #include "cuda/runtime/python.h"
 #include "cuda/runtime/registry.h"
 #include "cuda/runtime/rendezvous.h"
+#include "cuda/runtime/setup_time.h"
 
 namespace nb = nanobind;
 
@@ -69,7 +70,15 @@ void bind(const std::string &key, const PyGroups &groups, int process, int num_r
 
 std::string bind_from_instantiate(const BindRequest &request) noexcept {
   try {
-    if (Registry::get().serves(request.key, int(request.num_sms))) return "";
+    {
+      const Deadline start = Clock::now();
+      if (Registry::get().serves(request.key, int(request.num_sms))) {
+        num_attached() += 1;
+        setup_ns()[size_t(SetupPhase::kAttach)] +=
+            std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+        return "";
+      }
+    }
     if (num_devices() == 0) return ""; // compiled here, run elsewhere: execution would say "not bound"
     const ArenaShape shape = arena_shape(int(request.num_ranks), int(request.num_experts), request.row_bytes,
                                          int(request.num_topk), request.staging_bytes);

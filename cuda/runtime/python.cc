@@ -71,7 +71,7 @@ nb::dict stats() {
     s = Registry::get().stats();
   }
   nb::dict setup_ms;
-  const char *names[kNumSetupPhases] = {"memory", "kernels", "peers"};
+  const char *names[kNumSetupPhases] = {"memory", "kernels", "peers", "attach"};
   for (int i = 0; i < kNumSetupPhases; ++i) setup_ms[names[i]] = double(setup_ns()[size_t(i)].load()) * 1e-6;
   nb::dict d;
   d["groups"] = s.groups;
@@ -83,6 +83,8 @@ nb::dict stats() {
   d["calls"] = s.calls;
   d["direct_calls"] = s.calls - s.staged_calls;
   d["staged_calls"] = s.staged_calls;
+  d["dispatch_entered_ns"] = s.dispatch_entered_ns;
+  d["attached"] = num_attached().load();
   d["setup_ms"] = setup_ms;
   return d;
 }

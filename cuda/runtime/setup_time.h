@@ -9,8 +9,14 @@
 
 namespace jax_ep {
 
-enum class SetupPhase { kMemory = 0, kKernels = 1, kPeers = 2 };
-constexpr int kNumSetupPhases = 3;
+// kAttach: call sites that found their arena bound (instantiate from entry to return).
+enum class SetupPhase { kMemory = 0, kKernels = 1, kPeers = 2, kAttach = 3 };
+constexpr int kNumSetupPhases = 4;
+
+inline std::atomic<int64_t> &num_attached() {
+  static std::atomic<int64_t> count{0};
+  return count;
+}
 
 inline std::array<std::atomic<int64_t>, kNumSetupPhases> &setup_ns() {
   static std::array<std::atomic<int64_t>, kNumSetupPhases> ns{};

@@ -119,9 +119,9 @@ def _first_calls(plan: Plan, how: launch.Launch, starts: int) -> int:
                 return status
             runs.append(json.loads(out.read_text()))
             setup = ", ".join(f"{phase} {ms:.0f}" for phase, ms in runs[-1]["setup_ms"].items())
-            parts = [_describe(runs[-1], key) for key in ("ours", "control")] + [f"set-up ms: {setup}"]
+            parts = [_describe(runs[-1], key) for key in runs[-1]["measured"]] + [f"set-up ms: {setup}"]
             print(f"start {start}: " + "; ".join(parts), flush=True)
-    medians = {key: statistics.median(run[key]["ratio"] for run in runs) for key in ("ours", "control")}
+    medians = {key: statistics.median(run[key]["ratio"] for run in runs) for key in runs[-1]["measured"]}
     print(f"median of {starts}: " + ", ".join(f"{key} {ratio:.2f}" for key, ratio in medians.items()))
     if plan.json_path:
         pathlib.Path(plan.json_path).write_text(json.dumps({"median_ratio": medians, "starts": runs}, indent=1))

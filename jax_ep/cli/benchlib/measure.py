@@ -178,9 +178,18 @@ def first_call(plan: Plan) -> dict:
         return half * weights.sum(1, keepdims=True).astype(x.dtype)
 
     result = {"workload": workload.name, "implementation": name, "layout": layout, "num_ranks": num_ranks}
+    times = {}
     for key, fn in (("ours", ours), ("control", control)):  # ours first: nothing has warmed the device for it
-        calls = timing.calls_us(compile_(fn).lower(*args).compile(), args, plan.repeats + 5)
+        entered_ns = int if key == "control" else lambda: jax_ep.debug.stats()["dispatch_entered_ns"]
+        since_call, since_entry = timing.calls_us(
+            compile_(fn).lower(*args).compile(), args, plan.repeats + 5, entered_ns
+        )
+        times[key] = since_call
+        if all(since_entry):  # without what JAX and XLA do before they come to the first exchange
+            times[f"{key} on the device"] = since_entry
+    for key, calls in times.items():
         steady_us = float(np.median(calls[5:]))
         result[key] = {"first_us": calls[0], "steady_us": steady_us, "ratio": calls[0] / steady_us, "calls_us": calls}
+    result["measured"] = list(times)
     result["setup_ms"] = max(timing.exchange(jax_ep.debug.stats()["setup_ms"]), key=lambda ms: sum(ms.values()))
     return result

@@ -96,17 +96,25 @@ def steady_us(compile_, step: Callable, args, num_calls: int, repeats: int, num_
     return us
 
 
-def calls_us(fn: Callable, args, num_calls: int) -> list[float]:
-    """µs of the first `num_calls` executions of `fn`: last rank's entry to last rank's end. `fn` is compiled."""
-    out = []
+def calls_us(fn: Callable, args, num_calls: int, entered_ns: Callable[[], int] = int) -> tuple[list, list]:
+    """µs of the first `num_calls` executions of `fn`, which is compiled, until the last rank's end.
+
+    Args:
+      entered_ns: asked after each execution when XLA entered it, in `time.monotonic_ns`; 0: unknown.
+
+    Returns:
+      The times since the last rank called `fn`, and since the last rank's XLA entered it (0: unknown).
+    """
+    since_call, since_entry = [], []
     for _ in range(num_calls):
         barrier()
-        enter = time.time_ns()
+        call = time.monotonic_ns()
         jax.block_until_ready(fn(*args))
-        end = time.time_ns()
-        spans = exchange((enter, end))
-        out.append((max(s[1] for s in spans) - max(s[0] for s in spans)) / 1e3)
-    return out
+        spans = exchange((time.monotonic_ns(), call, entered_ns()))
+        end, call, entry = (max(s[i] for s in spans) for i in range(3))
+        since_call.append((end - call) / 1e3)
+        since_entry.append((end - entry) / 1e3 if entry else 0.0)
+    return since_call, since_entry
 
 
 def device_copy_gb_s(num_bytes: int) -> float:
