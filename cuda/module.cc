@@ -14,6 +14,10 @@ NB_MODULE(_cuda, m) {
   nb::set_leak_warnings(false); // capsules and the bind callback live as long as XLA, past module teardown
 
   m.attr("protocol") = jax_ep::kProtocol;
+  const int machine_code[] = {JAX_EP_MACHINE_CODE}; // compute capabilities, 90 for 9.0 (from CMake)
+  nb::list architectures;
+  for (int a : machine_code) architectures.append(a);
+  m.attr("machine_code") = architectures;
   m.attr("max_num_sms") = jax_ep::kMaxBlocks;
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("targets", &jax_ep::ffi_targets, "{name: {stage: capsule}} for jax.ffi.register_ffi_target");

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from collections.abc import Sequence
 from types import ModuleType
 
 import jax
@@ -92,6 +93,12 @@ def protocol() -> int:
 def num_devices() -> int:
     """CUDA devices that this process sees; 0 without the extension, a driver or a GPU."""
     return _module.num_devices() if _module is not None else 0
+
+
+def has_machine_code(capability: tuple[int, int], built: Sequence[int]) -> bool:
+    """Whether code built for the architectures `built` (90 for 9.0) runs on a device without translation from PTX."""
+    major, minor = capability
+    return any(arch // 10 == major and arch % 10 <= minor for arch in built)
 
 
 def arena_shape(

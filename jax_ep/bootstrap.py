@@ -66,6 +66,7 @@ class _Process:
                         _register_pool(device)
                     address = _ffi.module().start_service(self.nonce)
                 record = records.describe_process(_ffi.module(), ordinals, address, self.nonce)
+                _log_translation(record["devices"])
                 _start_watcher()
             self._known[self.world.process_index] = record
             records.publish(self.world, record)
@@ -158,6 +159,17 @@ def _register_pool(device: Any) -> None:
             "another allocator): rows from other processes go through staging buffers, which is slower",
             device.local_hardware_id,
         )
+
+
+def _log_translation(devices: list[dict[str, Any]]) -> None:
+    built = _ffi.module().machine_code
+    for capability in sorted({tuple(device["compute_capability"]) for device in devices}):
+        if not _ffi.has_machine_code(capability, built):
+            logger.warning(
+                "no kernel was built for compute capability %d.%d (only for %s): the driver translates them from PTX "
+                "while the first program compiles; rebuild with -DJAX_EP_CUDA_ARCHS=%d%d",
+                *capability, ", ".join(map(str, built)), *capability,
+            )  # fmt: skip
 
 
 def _deadline(config: Any) -> float:

@@ -214,6 +214,7 @@ class FakeCuda:
     """The extension of one process, as far as set-up uses it."""
 
     protocol = 1
+    machine_code = (80, 90)
 
     def __init__(self, process):
         self.process, self.calls = process, []
@@ -354,3 +355,15 @@ def test_service_and_rendezvous(tmp_path):
     subprocess.run([compiler, *flags, *sources, "-o", program], cwd=ROOT, check=True, timeout=300)
     out = subprocess.run([program], capture_output=True, text=True, timeout=120)
     assert out.returncode == 0 and out.stdout == "all passed\n", out.stdout + out.stderr
+
+
+def test_machine_code_or_translation_from_ptx(monkeypatch, caplog):
+    """Code for 8.0 runs on 8.6, not on 9.0; a device without any is named in the log before its first call."""
+    assert _ffi.has_machine_code((8, 6), [80, 90]) and _ffi.has_machine_code((9, 0), [80, 90])
+    assert not _ffi.has_machine_code((10, 0), [80, 90]) and not _ffi.has_machine_code((8, 0), [86])
+    monkeypatch.setattr(_ffi, "module", lambda: types.SimpleNamespace(machine_code=[80, 90]))
+    devices = [{"compute_capability": [9, 0]}, {"compute_capability": [12, 0]}, {"compute_capability": [12, 0]}]
+    with caplog.at_level("WARNING", logger="jax_ep"):
+        bootstrap._log_translation(devices)
+    assert [r.message for r in caplog.records if "12.0" in r.message and "PTX" in r.message] == caplog.messages
+    assert len(caplog.messages) == 1
