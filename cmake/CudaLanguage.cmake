@@ -58,8 +58,9 @@ list(SORT _archs COMPARE NATURAL)
 list(POP_BACK _archs _newest)
 list(TRANSFORM _archs APPEND "-real" REGEX "^[0-9]+[af]?$")
 set(CMAKE_CUDA_ARCHITECTURES ${_archs} ${_newest})
-string(REGEX REPLACE "[^0-9;]" "" JAX_EP_MACHINE_CODE "${_archs};${_newest}") # told to users whose GPU has none of it
-string(REPLACE ";" "," JAX_EP_MACHINE_CODE "${JAX_EP_MACHINE_CODE}")
+set(JAX_EP_MACHINE_CODE ${_archs} ${_newest}) # told to users whose GPU has none of it
+list(TRANSFORM JAX_EP_MACHINE_CODE REPLACE "[^0-9]" "")
+string(JOIN "," JAX_EP_MACHINE_CODE ${JAX_EP_MACHINE_CODE})
 message(STATUS "jax_ep: nvcc ${CMAKE_CUDA_COMPILER_VERSION}, architectures ${CMAKE_CUDA_ARCHITECTURES}")
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release)
