@@ -41,17 +41,24 @@ def stages(cache: str) -> list[Stage]:
     """All stages in their order: the narrow ones first, so that a broken kernel is found in seconds."""
     exchange, programs = "test_exchange_processes.py", "test_programs_processes.py"
     cached = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    virtual = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    # Processes that compile different programs at one time wait for each other in XLA, with or without our calls,
+    # while its autotuning is shared between processes (docs/sharp_bits.md).
+    alone = {"XLA_FLAGS": "--xla_gpu_shard_autotuning=false"}
     # One rank count runs every case; the others run every routing, and the cases that depend on the rank count.
     some = ("-k", "routings or OtherWays or recorded")
-    plan = [Stage("loopback", None, 150, ("test_loopback.py",), {"JAX_PLATFORMS": "cpu"})]
+    plan = [Stage("loopback", None, 150, ("test_loopback.py",), virtual)]
     plan += [Stage("R=1", 1, 60, (exchange, programs, "-k", "routings or direct or 1000_are or recorded"))]
     plan += [Stage(f"R={r}", r, 90, (exchange, *some)) for r in (2, 3)]
     plan += [Stage("R=4 all cases", 4, 200, (exchange,)), Stage("R=8", 8, 120, (exchange, *some))]
-    plan += [Stage("R=2 programs", 2, 90, (programs,)), Stage("R=4 programs", 4, 150, (programs,))]
-    plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000"))]
+    plan += [Stage("R=2 programs", 2, 90, (programs,), alone), Stage("R=4 programs", 4, 150, (programs,), alone)]
+    plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000"), alone)]
+    plan += [Stage("R=8 training", 8, 120, ("test_training_processes.py",))]
     plan += [Stage("faults", 3, 120, ("test_faults_processes.py",))]
     plan += [Stage("growing pool", 2, 60, ("test_pool_processes.py",), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})]
     plan += [Stage(f"memory, {how}", 8, 60, ("test_memory_processes.py",), cached) for how in ("compiled", "cached")]
+    if launch.num_gpus() > 1:
+        plan += [Stage("one process, all GPUs", None, 150, ("test_exchange_devices.py",))]
     if sanitizer := shutil.which("compute-sanitizer"):
         tool = (sanitizer, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "application-only")
         plan += [
@@ -60,7 +67,7 @@ def stages(cache: str) -> list[Stage]:
                 None,
                 120,
                 ("test_loopback.py", "-k", "equals_reference and (mixed or dropped or idle)"),
-                {"JAX_PLATFORMS": "cpu"},
+                virtual,
                 tool,
             )
         ]
@@ -87,7 +94,7 @@ def run(stage: Stage, limit_s: float, log: pathlib.Path) -> Outcome:
             out.flush()
 
         if stage.ranks is None:
-            status = _alone(stage, [*PYTEST, *tests], limit_s, out)
+            status = _alone(stage, [*PYTEST, "--device", "gpu", *tests], limit_s, out)
         else:
             how = launch.Launch(stage.ranks, limit_s, platform="cuda", grace_s=20, env=tuple(stage.env.items()))
             status = launch.run([*PYTEST, "--device", "gpu", *tests], how, write)
