@@ -23,6 +23,11 @@ RECV_NAME = "jax_ep_recv"  # received rows and weights: large
 OUT_NAME = "jax_ep_out"  # result of combine
 
 
+def _named(tree, name: str):
+    """Names for checkpoint policies: given in the forward rules, since a policy does not see into a call."""
+    return jax.tree.map(lambda a: checkpoint_name(a, name), tree)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(spec: Spec, x, topk_idx, weights) -> tuple[jax.Array, jax.Array, Handle]:
     """Received rows, received weights and the handle."""
@@ -30,13 +35,13 @@ def dispatch(spec: Spec, x, topk_idx, weights) -> tuple[jax.Array, jax.Array, Ha
         dispatch_p.bind(x, topk_idx, weights, spec=spec)
     )
     handle = Handle(topk_idx, slot, dst_row, slot_meta, slot_token, recv_offsets, group_sizes, counts, stats, spec=spec)
-    handle = jax.tree.map(lambda a: checkpoint_name(a, HANDLE_NAME), handle)
-    return checkpoint_name(recv_x, RECV_NAME), checkpoint_name(recv_weights, RECV_NAME), handle
+    return recv_x, recv_weights, handle
 
 
 def _dispatch_fwd(spec, x, topk_idx, weights):
-    result = dispatch(spec, x, topk_idx, weights)
-    return result, result[2]
+    recv_x, recv_weights, handle = dispatch(spec, x, topk_idx, weights)
+    handle = _named(handle, HANDLE_NAME)
+    return (*_named((recv_x, recv_weights), RECV_NAME), handle), handle
 
 
 def _dispatch_bwd(spec, handle, cotangents):
@@ -52,12 +57,11 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 def redispatch(zero_tail: bool, x, weights, handle: Handle) -> tuple[jax.Array, jax.Array]:
     """Received rows and weights along the routing of the handle."""
     spec = dataclasses.replace(handle.spec, zero_tail=zero_tail)
-    recv_x, recv_weights = redispatch_p.bind(x, weights, *handle.arrays, spec=spec)
-    return checkpoint_name(recv_x, RECV_NAME), checkpoint_name(recv_weights, RECV_NAME)
+    return tuple(redispatch_p.bind(x, weights, *handle.arrays, spec=spec))
 
 
 def _redispatch_fwd(zero_tail, x, weights, handle):
-    return redispatch(zero_tail, x, weights, handle), handle
+    return _named(redispatch(zero_tail, x, weights, handle), RECV_NAME), handle
 
 
 def _redispatch_bwd(zero_tail, handle, cotangents):
@@ -70,14 +74,14 @@ redispatch.defvjp(_redispatch_fwd, _redispatch_bwd)
 @jax.custom_vjp
 def combine(y, weights, scalars, bias, handle: Handle) -> tuple[jax.Array, jax.Array]:
     """Sums and scalars of the entries; weights, scalars and bias may be empty."""
-    out, out_scalars = combine_p.bind(y, weights, scalars, bias, *handle.arrays, spec=handle.spec)
-    return checkpoint_name(out, OUT_NAME), out_scalars
+    return tuple(combine_p.bind(y, weights, scalars, bias, *handle.arrays, spec=handle.spec))
 
 
 def _combine_fwd(y, weights, scalars, bias, handle):
     # Without weights y is not needed backward: do not keep it.
     kept_y = y if weights.shape[0] > 0 else None
-    return combine(y, weights, scalars, bias, handle), (kept_y, weights, bias.shape[0] > 0, handle)
+    out = _named(combine(y, weights, scalars, bias, handle), OUT_NAME)
+    return out, (kept_y, weights, bias.shape[0] > 0, handle)
 
 
 def _combine_bwd(residuals, cotangents):

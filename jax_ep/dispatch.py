@@ -107,7 +107,8 @@ def dispatch(
       Differentiable in x and topk_weights, reverse mode; the backward pass reuses the handle. Deterministic:
       equal inputs give equal bits on every run and implementation.
       Under `jax.checkpoint` the handle's arrays are named "jax_ep_handle" and the received rows and weights
-      "jax_ep_recv": a policy that saves the first keeps the backward pass from routing again.
+      "jax_ep_recv". A policy that saves both keeps the backward pass from dispatching again; otherwise it does so
+      with equal results.
       Memory: the result, and on CUDA flags and a staging window (`Config.staging_bytes`) per group. The pure-JAX
       implementation also gathers [num_ranks * num_tokens, hidden].
 

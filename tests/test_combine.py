@@ -88,11 +88,11 @@ def test_hidden_and_dtype_may_change(make_mesh):
 
     def run(x, idx):
         recv = jax_ep.dispatch(x, idx, num_experts=4, axis_name="ep")
-        y = jnp.concatenate([recv.x, recv.x * 2, recv.x * 3], 1).astype(jnp.float32)
+        y = jnp.concatenate([recv.x, recv.x * 2, recv.x * 4], 1).astype(jnp.float32)
         return jax_ep.combine(y, recv.handle)
 
     x = testing.code_rows(2, 7, 8, "bfloat16")
     idx = testing.routing("uniform", num_ranks=2, num_tokens=7, num_topk=2, num_experts=4)
     out = testing.on_ranks(run, make_mesh(2))(x, idx)
     wide = x.astype(np.float32) * 2
-    testing.same_bits(out, np.concatenate([wide, wide * 2, wide * 3], -1))
+    testing.same_bits(out, np.concatenate([wide, wide * 2, wide * 4], -1))
