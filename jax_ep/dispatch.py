@@ -41,7 +41,8 @@ def dispatch(
         layout="token":   for source rank: for token:
                               if some topk_idx[token, :] is local: next row = x[token]
 
-    Weights travel with their rows and are not applied. A token with several experts on one rank crosses once.
+    Weights travel with their rows and are not applied. A token that has several experts on one rank crosses once in
+    layout "token", once per expert in layout "expert".
 
     Example:
       Two ranks with two tokens each and four experts; experts 0 and 1 live on rank 0, 2 and 3 on rank 1.
