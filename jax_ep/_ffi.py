@@ -72,7 +72,7 @@ _module, _reason = _load()
 
 
 def available() -> str:
-    """ "" when the extension is loaded and its targets are registered, else the reason."""
+    """Empty when the extension is loaded and its targets are registered, else the reason."""
     return _reason
 
 
@@ -101,8 +101,6 @@ def has_machine_code(capability: tuple[int, int], built: Sequence[int]) -> bool:
     return any(arch // 10 == major and arch % 10 <= minor for arch in built)
 
 
-def arena_shape(
-    num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, staging_bytes: int
-) -> tuple[int, int]:
+def arena_shape(num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, staging_bytes: int) -> tuple[int, int]:
     """``(count_words, staging_bytes)``: the size class of symmetric memory that serves such a call."""
     return module().arena_shape(num_ranks, num_experts, row_bytes, num_topk, staging_bytes)

@@ -359,6 +359,7 @@ def _watch(poll_s: float = 0.1) -> None:
 
 
 def log_failures(failures: list[dict[str, Any]]) -> None:
+    """Logs those that were not logged before."""
     for failure in failures:
         at = (failure["key"], failure["device"])
         if at not in _logged:

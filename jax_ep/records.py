@@ -37,6 +37,7 @@ class World:
 
 
 def current_world() -> World:
+    """The job that this process belongs to now."""
     from jax._src import distributed  # there is no public access to the coordination service
 
     state = distributed.global_state
@@ -82,6 +83,7 @@ def _key(process: int) -> str:
 
 
 def publish(world: World, record: Record) -> None:
+    """Makes this process's record known to the others."""
     if world.client is not None and world.num_processes > 1:
         world.client.key_value_set(_key(world.process_index), json.dumps(record), allow_overwrite=True)
 

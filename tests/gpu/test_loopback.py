@@ -10,7 +10,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -148,7 +147,9 @@ def same(got, want, name):
     got, want = np.asarray(got), np.asarray(want)
     bits = {2: np.uint16, 4: np.uint32}[want.dtype.itemsize]
     wrong = np.argwhere(got.view(bits) != want.view(bits))
-    assert not len(wrong), f"{name}: {len(wrong)} of {want.size} differ, first at {wrong[0]}: {got[tuple(wrong[0])]} for {want[tuple(wrong[0])]}"
+    if len(wrong):
+        at = tuple(wrong[0])
+        raise AssertionError(f"{name}: {len(wrong)} of {want.size} differ, first at {at}: {got[at]} for {want[at]}")
 
 
 def check(case: Case, ranks, seed: int, delays=()):
@@ -180,7 +181,12 @@ def check(case: Case, ranks, seed: int, delays=()):
     if case.weights and case.layout == "expert":  # XLA may contract multiply and add
         magnitude = np.abs(data["y"].astype(np.float32)).max() * case.topk
         eps = {"bf16": 2**-8, "f16": 2**-11, "f32": 2**-22}[case.dtype]
-        np.testing.assert_allclose(got.astype(np.float32), want["out"].astype(np.float32), atol=2 * magnitude * eps * min(case.topk, case.ranks), rtol=0)
+        np.testing.assert_allclose(
+            got.astype(np.float32),
+            want["out"].astype(np.float32),
+            atol=2 * magnitude * eps * min(case.topk, case.ranks),
+            rtol=0,
+        )
     else:
         same(got, want["out"], "out")
     if case.weights:
@@ -210,7 +216,9 @@ CASES = {
     "one rank": dataclasses.replace(SMALL, ranks=1, weights=False),
     "three ranks": dataclasses.replace(SMALL, ranks=3, experts=9, topk=9, weights=False),
     "eight ranks": dataclasses.replace(SMALL, ranks=8, tokens=130, experts=64, topk=8, hidden=512, layout="token"),
-    "eight ranks, expert": dataclasses.replace(SMALL, ranks=8, tokens=130, experts=64, topk=8, hidden=512, weights=False, alignment=8),
+    "eight ranks, expert": dataclasses.replace(
+        SMALL, ranks=8, tokens=130, experts=64, topk=8, hidden=512, weights=False, alignment=8
+    ),
     "32 of 32": dataclasses.replace(SMALL, ranks=2, experts=32, topk=32, weights=False, tokens=9),
     "one token": dataclasses.replace(SMALL, ranks=8, tokens=1, topk=8, layout="token"),
     "long rows": dataclasses.replace(SMALL, ranks=2, hidden=16392, tokens=5, layout="token", dtype="f32"),

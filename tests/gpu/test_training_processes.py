@@ -30,8 +30,10 @@ def test_losses_are_those_of_the_reference(tmp_path):
         before = jax_ep.debug.stats()
         log = tmp_path / f"{implementation}.json"
         train_moe.main(
-            ["--steps", str(NUM_STEPS), "--dtype", "f32", "--implementation", implementation, "--no-checkpoint"]
-            + ["--sample-bytes", "0", "--out", str(tmp_path), "--log-losses", str(log)]
+            [
+                *("--steps", str(NUM_STEPS), "--dtype", "f32", "--implementation", implementation, "--no-checkpoint"),
+                *("--sample-bytes", "0", "--out", str(tmp_path), "--log-losses", str(log)),
+            ]
         )
         after = jax_ep.debug.stats()
         assert (after["direct_calls"] > before["direct_calls"]) == (implementation == "cuda")

@@ -97,9 +97,12 @@ def steady_us(compile_, step: Callable, args, num_calls: int, repeats: int, num_
 
 
 def calls_us(fn: Callable, args, num_calls: int, entered_ns: Callable[[], int] = int) -> tuple[list, list]:
-    """µs of the first `num_calls` executions of `fn`, which is compiled, until the last rank's end.
+    """µs of the first `num_calls` executions of `fn` until the last rank's end.
 
     Args:
+      fn: a compiled program.
+      args: its operands.
+      num_calls: how many.
       entered_ns: asked after each execution when XLA entered it, in `time.monotonic_ns`; 0: unknown.
 
     Returns:
