@@ -14,9 +14,10 @@
 
 namespace jax_ep {
 
-constexpr int kProtocol = 1;    // both ends of every mapping compare it before they talk
+constexpr int kProtocol = 2;    // both ends of every mapping compare it before they talk
 constexpr int kMaxTopk = 32;    // one lane of a warp per routed expert of a token
 constexpr int kMaxBlocks = 256; // blocks (= SMs) one call may use; sizes the routing workspace
+constexpr int kMaxCountWords = 1 << 24; // far beyond max_experts(): only keeps a wrong number from looping
 
 enum class Op : uint32_t { kDispatch = 1, kRedispatch = 2, kCombine = 3 };
 enum class Layout : int32_t { kExpert = 0, kToken = 1 };
@@ -29,11 +30,12 @@ JAX_EP_HD int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / un
 // Flag words. Every flag is a 64-bit number that only grows, so nothing is ever reset between calls and an
 // old value can never be taken for a new one: it carries the epoch (the number of the call in this arena).
 //
-//   announce   epoch << 16 | culprit << 2 | state     in the *receiver's* mailbox, one per source
-//   finish     epoch << 16 | culprit << 2 | state     in the receiver's arena, one per source
-//   ready/free epoch << 20 | rounds done              in the receiver's arena, one per partner (staged path)
+//   announce   epoch << 18 | cause << 16 | culprit << 2 | state   in the *receiver's* mailbox, one per source
+//   finish     epoch << 18 | cause << 16 | culprit << 2 | state   in the receiver's arena, one per source
+//   ready/free epoch << 24 | rounds done                          in the receiver's arena, one per partner (staged)
 //
-// `culprit` is the rank that a leaver was waiting for, so that whoever meets a revoked word can name it.
+// `culprit` is the rank that a leaver was waiting for (or that ran another program: `cause` 1), passed on from leaver
+// to leaver, so that whoever meets a revoked word can name it.
 enum State : uint64_t {
   kAnnounced = 0, // announce: the source's buffers may be claimed; finish: complete
   kClaimed = 1,   // announce: the owner of the mailbox will touch the source's buffers (CAS announced -> claimed)
@@ -42,13 +44,14 @@ enum State : uint64_t {
 };
 constexpr int kMaxRanks = 1 << 14; // fits the culprit field
 
-JAX_EP_HD uint64_t flag_word(uint64_t epoch, State state, uint64_t culprit = 0) {
-  return epoch << 16 | culprit << 2 | state;
+JAX_EP_HD uint64_t flag_word(uint64_t epoch, State state, uint64_t culprit = 0, bool is_mismatch = false) {
+  return epoch << 18 | uint64_t(is_mismatch) << 16 | culprit << 2 | state;
 }
-JAX_EP_HD uint64_t flag_epoch(uint64_t word) { return word >> 16; }
+JAX_EP_HD uint64_t flag_epoch(uint64_t word) { return word >> 18; }
+JAX_EP_HD bool flag_is_mismatch(uint64_t word) { return word >> 16 & 1; }
 JAX_EP_HD State flag_state(uint64_t word) { return State(word & 3); }
 JAX_EP_HD int flag_culprit(uint64_t word) { return int(word >> 2 & (kMaxRanks - 1)); }
-JAX_EP_HD uint64_t round_word(uint64_t epoch, uint64_t rounds) { return epoch << 20 | rounds; }
+JAX_EP_HD uint64_t round_word(uint64_t epoch, uint64_t rounds) { return epoch << 24 | rounds; }
 
 // ---------------------------------------------------------------------------------------------------------
 // Announce: what a source tells one receiver at the start of a call. `counts` (per expert, then per rank)
@@ -126,8 +129,8 @@ struct StagingShape {
 
 JAX_EP_HD ArenaShape arena_shape(int num_ranks, int num_experts, int64_t row_bytes, int num_topk,
                                  int64_t staging_bytes) {
-  ArenaShape s{num_ranks, 1, staging_bytes};
-  while (s.count_words < num_experts + num_ranks + 1) s.count_words *= 2;
+  ArenaShape s{num_ranks, 1, staging_bytes > 0 ? staging_bytes : 1};
+  while (s.count_words < kMaxCountWords && s.count_words < int64_t(num_experts) + num_ranks + 1) s.count_words *= 2;
   // At least one token per round and partner, both parities; doubling keeps it a size class.
   while (StagingShape{row_bytes, num_topk}.tokens_per_round(s) < 1) s.staging_bytes *= 2;
   return s;
@@ -151,8 +154,8 @@ struct FailureRecord {
   uint32_t op;       // Op
   uint32_t phase;    // Phase
   int32_t rank;      // the rank that reports
-  int32_t peer;      // the rank that did not come (or differs)
-  uint32_t reserved;
+  int32_t peer;      // the rank that did not come (or differs), as this rank reports it
+  int32_t culprit;   // ... and as it tells others: not the same when this rank itself is the one that came late
   uint64_t epoch;    // number of the call in this arena, from 1
   uint64_t expected; // flag value or tag expected
   uint64_t seen;     // ... and seen

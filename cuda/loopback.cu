@@ -91,7 +91,7 @@ CallParams Loopback::call(int rank, Op op, std::initializer_list<const char *> s
   c.shape = arena_shape_;
   c.arena = arenas_[rank], c.peers = peers_, c.failure = failures_ + rank;
   c.op = op, c.rank = rank, c.num_ranks = shape_.num_ranks, c.num_topk = shape_.num_topk;
-  c.row_bytes = shape_.row_bytes, c.tag = uint64_t(op), c.limit_ns = uint64_t(shape_.timeout_ns);
+  c.row_bytes = shape_.row_bytes, c.tag = uint64_t(op), c.limit_ns = uint64_t(std::min(shape_.timeout_ns, kMaxLimitNs));
   c.force_staged = shape_.force_staged, c.is_direct = 1;
   int i = 0;
   for (const char *name : shared) c.buffer[i++] = reinterpret_cast<uint64_t>(at<char>(name, rank));

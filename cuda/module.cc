@@ -4,6 +4,7 @@
 #include <nanobind/stl/pair.h>
 
 #include "cuda/ffi/targets.h"
+#include "cuda/kernels/dispatch_peer.h"
 #include "cuda/layout.h"
 #include "cuda/loopback_py.h"
 #include "cuda/runtime/python.h"
@@ -19,6 +20,7 @@ NB_MODULE(_cuda, m) {
   for (int a : machine_code) architectures.append(a);
   m.attr("machine_code") = architectures;
   m.attr("max_num_sms") = jax_ep::kMaxBlocks;
+  m.def("max_experts", &jax_ep::max_experts, nb::arg("num_ranks"), "experts that a group of this size can have");
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("targets", &jax_ep::ffi_targets, "{name: {stage: capsule}} for jax.ffi.register_ffi_target");
   m.def(

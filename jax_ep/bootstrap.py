@@ -328,11 +328,11 @@ def reset(timeout_s: float = _SETUP_TIMEOUT_S) -> None:
         return
     module = _ffi.module()
     world = records.current_world()
-    lost = [f for f in module.failures() if f["error"] == "PeerLost"]
-    if lost:
-        raise _failure_error(lost[0])
     try:
-        module.synchronize()
+        module.synchronize()  # a call that is leaving may still find its peer lost
+        lost = [f for f in module.failures() if f["error"] == "PeerLost"]
+        if lost:  # what the peer wrote after we left may be anywhere in XLA's memory by now
+            raise _failure_error(lost[0])
         records.barrier(world, "reset", timeout_s)  # nobody launches or stores any more
         module.reset_local()
         records.barrier(world, "reset", timeout_s)  # nobody starts before all flags are clear

@@ -21,13 +21,25 @@ def choose(target: str, ctx, spec: Spec):
     if spec.implementation == "xla":
         return None
     groups = group_lib.lowering_groups(ctx.module_context.axis_context, spec.axis_name)
+    too_many = _too_many_experts(spec)
     if spec.implementation is None:
-        reason = bootstrap.can_use_cuda(groups, spec.config)
+        reason = bootstrap.can_use_cuda(groups, spec.config) or too_many
         if reason:
             _log_once(reason)
             return None
+    if too_many:
+        raise ValueError(f'implementation="cuda" was asked for, but {too_many}; use fewer experts, or "xla"')
     bootstrap.prepare(groups, spec.config)
     return functools.partial(_lower, target, groups)
+
+
+def _too_many_experts(spec: Spec) -> str:
+    if _ffi.available():
+        return ""
+    most = _ffi.module().max_experts(spec.num_ranks)
+    if spec.num_experts <= most:
+        return ""
+    return f"num_experts is {spec.num_experts}, and the kernels count at most {most} over {spec.num_ranks} ranks"
 
 
 def _lower(target: str, groups, ctx, *operands, spec: Spec):
@@ -79,7 +91,7 @@ def _num_topk(target: str, avals_in) -> int:
 
 
 def _nanoseconds(seconds: float) -> int:
-    return max(1, min(round(seconds * 1e9), 2**62))
+    return max(1, min(round(seconds * 1e9), 2**58))
 
 
 @functools.cache

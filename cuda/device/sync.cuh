@@ -50,11 +50,11 @@ class Session {
   }
 
   // First failure wins: it writes the record, the rest of the rank leaves.
-  __device__ void fail(Failure code, Phase phase, int peer, uint64_t expected, uint64_t seen) {
+  __device__ void fail(Failure code, Phase phase, int peer, uint64_t expected, uint64_t seen, int culprit = -1) {
     if (DeviceWord<uint32_t>(control_->abort).exchange(1, cuda::memory_order_relaxed) != 0) return;
     FailureRecord *r = call_.failure;
     r->op = uint32_t(call_.op), r->phase = uint32_t(phase), r->rank = call_.rank, r->peer = peer;
-    r->epoch = epoch_, r->expected = expected, r->seen = seen;
+    r->epoch = epoch_, r->expected = expected, r->seen = seen, r->culprit = culprit < 0 ? peer : culprit;
     // Publishes the fields above to host readers of `code`.
     SystemWord<uint32_t>(r->code).store(uint32_t(code), cuda::memory_order_release);
   }
@@ -66,7 +66,7 @@ class Session {
     for (unsigned spin = 0; !ready(&seen); ++spin) {
       if (spin % 64 != 63) continue; // the clock and the abort word are slower than the flag
       if (is_aborted()) return false;
-      if (now_ns() - start > call_.limit_ns * limits) {
+      if (is_over(start, limits)) {
         fail(Failure::kPeerTimeout, phase, peer, expected, seen);
         return false;
       }
@@ -100,7 +100,7 @@ class Session {
   __device__ void announce(const int32_t *counts, int num_counts) {
     const int n = call_.num_ranks;
     for (int p = threadIdx.x; p < n; p += blockDim.x) {
-      Announce *a = mailbox_at(p);
+      Announce *a = mailbox_at(p, epoch_);
       const Peer &peer = call_.peers[p];
       a->tag = call_.tag;
       a->is_staged = call_.is_staged_for(p, peer);
@@ -108,12 +108,12 @@ class Session {
         a->buffer[i] = call_.buffer[i] - (peer.same_process ? 0 : call_.pool_base);
     }
     for (int64_t i = threadIdx.x; i < int64_t(n) * num_counts; i += blockDim.x)
-      reinterpret_cast<int32_t *>(mailbox_at(int(i / num_counts)) + 1)[i % num_counts] = counts[i % num_counts];
+      reinterpret_cast<int32_t *>(mailbox_at(int(i / num_counts), epoch_) + 1)[i % num_counts] = counts[i % num_counts];
     __threadfence_system(); // every thread's stores above, before the flag of any thread below
     __syncthreads();
     for (int p = threadIdx.x; p < n; p += blockDim.x)
       // Publishes the announce and counts just pushed, and (combine) the rows this rank prepared before.
-      SystemWord<uint64_t>(mailbox_at(p)->flag).store(flag_word(epoch_, kAnnounced), cuda::memory_order_release);
+      SystemWord<uint64_t>(mailbox_at(p, epoch_)->flag).store(flag_word(epoch_, kAnnounced), cuda::memory_order_release);
   }
 
   // Leader block. Waits for every announce, compares tags, then claims all. False: leave.
@@ -142,6 +142,15 @@ class Session {
     return __syncthreads_and(!is_aborted());
   }
 
+  // Whether `peer` has left this very call: its rows, credits and buffers are gone. Rounds ask before they go on.
+  __device__ bool has_left(int peer) const {
+    const uint64_t word = finish_from(peer).load(cuda::memory_order_acquire);
+    return flag_epoch(word) == epoch_ && flag_state(word) == kFailed;
+  }
+  __device__ void fail_left(int peer, uint64_t expected) {
+    fail_revoked(Phase::kRound, peer, expected, finish_from(peer).load(cuda::memory_order_acquire));
+  }
+
   // Every block, after its last access to anything shared. Non-leaders return true at once and may exit; the
   // leader returns when all that concerns this rank's buffers is over: true with complete data, false after a
   // failure (then no peer writes this rank's buffers any more, unless the record says PeerLost).
@@ -149,24 +158,26 @@ class Session {
     __threadfence_system(); // this thread's stores to peers, before the finish flag below
     __syncthreads();
     DeviceWord<uint32_t> exited(control_->exited);
+    int have_exited = 1;
     if (!is_leader()) {
       if (threadIdx.x == 0) exited.fetch_add(1, cuda::memory_order_release);
       return true;
     }
     if (threadIdx.x == 0) {
       // Acquires all blocks' stores. Abort does not cut this short: a block that still moves rows must not be left
-      // behind. Blocks wait for bounded things only (three deadlines at most), so four mean that a block never ran.
+      // behind. Blocks wait for bounded things only, each at most three deadlines.
       const uint64_t start = now_ns();
       while (exited.load(cuda::memory_order_acquire) != gridDim.x - 1) {
-        if (now_ns() - start <= 4 * call_.limit_ns) continue;
+        if (!is_over(start, 4)) continue;
         fail(Failure::kPeerLost, Phase::kGrid, call_.rank, gridDim.x - 1, exited.load(cuda::memory_order_relaxed));
+        have_exited = 0;
         break;
       }
       exited.store(0, cuda::memory_order_relaxed);
       __threadfence_system(); // carries what was acquired to system scope for the flags below
     }
-    __syncthreads();
-    bool is_sent = false;
+    // A block that may still move rows: promise nothing. The peers then find this rank lost by themselves.
+    bool is_sent = !__syncthreads_and(have_exited);
     if (__syncthreads_and(!is_aborted())) {
       send_finish(flag_word(epoch_, kAnnounced));
       is_sent = true;
@@ -182,17 +193,25 @@ class Session {
   }
 
  private:
-  __device__ Announce *mailbox_at(int peer) const {
-    return reinterpret_cast<Announce *>(call_.peers[peer].arena + call_.shape.announce(epoch_, call_.rank));
+  __device__ Announce *mailbox_at(int peer, uint64_t epoch) const {
+    return reinterpret_cast<Announce *>(call_.peers[peer].arena + call_.shape.announce(epoch, call_.rank));
   }
   __device__ SystemWord<uint64_t> finish_from(int peer) const {
     return SystemWord<uint64_t>(reinterpret_cast<uint64_t *>(call_.arena + call_.shape.finish())[peer]);
   }
 
-  // Names the rank that the leaver waited for; if that is this rank, it came too late.
+  __device__ bool is_over(uint64_t start, int limits) const { // signed: the clock may be read a little back
+    return int64_t(now_ns() - start) > int64_t(call_.limit_ns) * limits;
+  }
+
+  // `peer` left with this word. Names the rank that it waited for, or that runs another program; if that is this
+  // rank, it came too late, or is the one that differs.
   __device__ void fail_revoked(Phase phase, int peer, uint64_t expected, uint64_t word) {
     const int culprit = flag_culprit(word);
-    if (culprit == call_.rank || culprit == peer) fail(Failure::kPeerFailed, phase, peer, expected, word);
+    const bool is_own = culprit == call_.rank || culprit == peer;
+    if (flag_is_mismatch(word))
+      fail(Failure::kMismatch, phase, is_own ? peer : culprit, call_.tag, announce_of(peer)->tag, culprit);
+    else if (is_own) fail(Failure::kPeerFailed, phase, peer, expected, word, culprit);
     else fail(Failure::kPeerTimeout, phase, culprit, expected, word);
   }
 
@@ -210,31 +229,45 @@ class Session {
       if (!wait([&](uint64_t *seen) { return flag_epoch(word = *seen = finish_from(p).load(cuda::memory_order_acquire)) >= epoch_; },
                 Phase::kFinish, p, flag_word(epoch_, kAnnounced)))
         return;
-      if (flag_state(word) == kFailed) fail_revoked(Phase::kFinish, p, flag_word(epoch_, kAnnounced), word);
+      // A later epoch: the peer completed this call and failed in the next one.
+      if (flag_epoch(word) == epoch_ && flag_state(word) == kFailed) fail_revoked(Phase::kFinish, p, flag_word(epoch_, kAnnounced), word);
     }
   }
 
   // Leader block, nothing of ours is being moved any more: revoke, tell, wait for those who claimed.
   __device__ void leave_broken(bool is_sent) {
-    const uint64_t culprit = uint64_t(call_.failure->peer) & (kMaxRanks - 1);
-    const uint64_t revoked = flag_word(epoch_, kRevoked, culprit);
-    if (!is_sent) send_finish(flag_word(epoch_, kFailed, culprit));
+    __shared__ int s_lost;
+    if (threadIdx.x == 0) s_lost = -1;
+    __syncthreads();
+    const uint64_t culprit = uint64_t(call_.failure->culprit) & (kMaxRanks - 1);
+    const bool is_mismatch = call_.failure->code == uint32_t(Failure::kMismatch);
+    const uint64_t revoked = flag_word(epoch_, kRevoked, culprit, is_mismatch);
+    if (!is_sent) send_finish(flag_word(epoch_, kFailed, culprit, is_mismatch));
     for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) {
       if (p == call_.rank) continue;
-      SystemWord<uint64_t> flag(mailbox_at(p)->flag);
+      // A peer that completed this call will wait for us in the next one, where we shall not be: tell it now. Its
+      // other half holds epoch - 1, which it has read (we have its finish of that call).
+      SystemWord<uint64_t>(mailbox_at(p, epoch_ + 1)->flag)
+          .store(flag_word(epoch_ + 1, kRevoked, culprit, is_mismatch), cuda::memory_order_release);
+      SystemWord<uint64_t> flag(mailbox_at(p, epoch_)->flag);
       uint64_t word = flag.load(cuda::memory_order_relaxed);
       bool is_claimed = false;
       do is_claimed = word == flag_word(epoch_, kClaimed);
       while (!is_claimed && !flag.compare_exchange_weak(word, revoked, cuda::memory_order_acq_rel));
       if (!is_claimed) continue;
-      // The peer may be writing our buffers: its finish ends that. Second limit; beyond it nothing is safe.
+      // The peer may be writing our buffers: its finish ends that. It may itself wait three deadlines before it
+      // leaves, so the second limit is four; beyond it nothing is safe.
       const uint64_t start = now_ns();
       while (flag_epoch(finish_from(p).load(cuda::memory_order_acquire)) < epoch_) {
-        if (now_ns() - start <= call_.limit_ns) continue;
-        call_.failure->peer = p;
-        SystemWord<uint32_t>(call_.failure->code).store(uint32_t(Failure::kPeerLost), cuda::memory_order_release);
+        if (!is_over(start, 4)) continue;
+        s_lost = p;
         break;
       }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && s_lost >= 0) {
+      call_.failure->peer = s_lost;
+      SystemWord<uint32_t>(call_.failure->code).store(uint32_t(Failure::kPeerLost), cuda::memory_order_release);
     }
     __syncthreads();
   }

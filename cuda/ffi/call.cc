@@ -1,5 +1,7 @@
 #include "cuda/ffi/call.h"
 
+#include <algorithm>
+
 #include <cuda_runtime_api.h>
 
 #include "cuda/runtime/bind.h"
@@ -65,7 +67,10 @@ void *Buffers::get(ffi::ErrorOr<ffi::AnyBuffer> buffer, const char *kind, size_t
   const int64_t got = int64_t(buffer->size_bytes());
   if (got < bytes && problem_.empty())
     problem_ = name + ": got " + std::to_string(got) + " bytes, expected at least " + std::to_string(bytes);
-  return got ? buffer->untyped_data() : nullptr;
+  void *at = got ? buffer->untyped_data() : nullptr;
+  if (bytes % 16 == 0 && reinterpret_cast<uintptr_t>(at) % 16 && problem_.empty())
+    problem_ = name + ": not aligned to 16 bytes, as XLA's own buffers are; copy the array first";
+  return at;
 }
 
 CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, std::initializer_list<int64_t> what,
@@ -89,7 +94,7 @@ CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, st
   }
   for (uint8_t same : rank.same_process) reaches_all = reaches_all && (same || c.is_direct);
   const int64_t before = rank.count_call(!reaches_all, op == Op::kDispatch);
-  c.limit_ns = uint64_t(before == 0 ? a.first_timeout_ns : a.timeout_ns);
+  c.limit_ns = uint64_t(std::min<int64_t>(before == 0 ? a.first_timeout_ns : a.timeout_ns, kMaxLimitNs));
   return c;
 }
 

@@ -272,6 +272,7 @@ Kernel kernel_for(DType type, bool use_bulk) { return use_bulk ? kernel_of<true>
 } // namespace
 
 cudaError_t launch_combine(CombineParams p, cudaStream_t stream) {
+  if (p.num_blocks < 1 || p.num_blocks > kMaxBlocks) return cudaErrorInvalidConfiguration; // workspace size
   const Plan plan = make_plan(p);
   const Kernel kernel = kernel_for(p.dtype, p.use_bulk);
   if (!kernel || plan.bulk_warps < 1) return cudaErrorInvalidConfiguration;

@@ -354,7 +354,15 @@ Kernel kernel_for(bool is_route, bool use_bulk) {
 
 } // namespace
 
+int max_experts(int num_ranks) {
+  // make_plan's room without bulk copies, with one warp that counts: per rank a table entry and a count; per expert
+  // start, total and a count, and its share of the own groups' start and kept.
+  const double room = kSharedBudgetSm80 - 1024 - num_ranks * double(sizeof(PeerRows) + 4);
+  return room < 0 ? 0 : int(room / (12 + 8.0 / num_ranks));
+}
+
 cudaError_t launch_dispatch(DispatchParams p, cudaStream_t stream) {
+  if (p.num_blocks < 1 || p.num_blocks > kMaxBlocks) return cudaErrorInvalidConfiguration; // workspace size
   const bool is_route = p.topk_idx != nullptr || p.stats != nullptr;
   const Plan plan = make_plan(p, is_route);
   if (is_route && plan.count_warps < 1) return cudaErrorInvalidConfiguration; // experts + ranks beyond shared memory

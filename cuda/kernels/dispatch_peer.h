@@ -36,6 +36,8 @@ struct DispatchParams {
   int32_t use_bulk;         // 1: sm_90 bulk copies
 };
 
+// Experts that routing can count in shared memory, on every architecture; more is refused while a program is lowered.
+int max_experts(int num_ranks);
 cudaError_t launch_dispatch(DispatchParams p, cudaStream_t stream);
 // Loads every variant on the current device and allows the shared memory they ask for.
 cudaError_t load_dispatch_kernels();

@@ -7,6 +7,9 @@
 
 namespace jax_ep {
 
+// Multiples of a limit are compared too; this is nine years.
+constexpr int64_t kMaxLimitNs = int64_t(1) << 58;
+
 struct CallParams {
   ArenaShape shape;
   char *arena;             // own arena

@@ -60,14 +60,24 @@ __device__ bool run_rounds(Session &session, const Rounds &rounds, PushesTo push
                            Push push, Drain drain) {
   const CallParams &call = rounds.call;
   const uint64_t epoch = session.epoch();
+  // A wait for a partner's round ends as well when the partner leaves, so that no deadline is spent on it.
+  auto wait_round = [&](auto word, int partner, uint64_t expected) {
+    bool has_left = false;
+    session.wait(
+        [&](uint64_t *seen) {
+          return (*seen = word.load(cuda::memory_order_acquire)) >= expected || (has_left = session.has_left(partner));
+        },
+        Phase::kRound, partner, expected);
+    if (has_left && word.load(cuda::memory_order_acquire) < expected) session.fail_left(partner, expected);
+  };
   for (int round = 0; round < rounds.count; ++round) {
     if (session.is_leader()) {
       for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) {
+        // Direct partners too: their buffers are read and written between rounds.
+        if (session.has_left(p)) session.fail_left(p, 0);
         if (round < 2 || !pushes_to(p)) continue;
         // Credit: the partner has drained round - 2, this half of its window may be overwritten.
-        auto word = rounds.flag(call.arena, call.shape.free_(), p);
-        session.wait([&](uint64_t *seen) { return (*seen = word.load(cuda::memory_order_acquire)) >= round_word(epoch, round - 1); },
-                     Phase::kRound, p, round_word(epoch, round - 1));
+        wait_round(rounds.flag(call.arena, call.shape.free_(), p), p, round_word(epoch, round - 1));
       }
     }
     if (!session.grid_barrier()) return false;
@@ -82,9 +92,7 @@ __device__ bool run_rounds(Session &session, const Rounds &rounds, PushesTo push
       }
       for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) {
         if (!drains_from(p)) continue;
-        auto word = rounds.flag(call.arena, call.shape.ready(), p);
-        session.wait([&](uint64_t *seen) { return (*seen = word.load(cuda::memory_order_acquire)) >= round_word(epoch, round + 1); },
-                     Phase::kRound, p, round_word(epoch, round + 1));
+        wait_round(rounds.flag(call.arena, call.shape.ready(), p), p, round_word(epoch, round + 1));
       }
     }
     if (!session.grid_barrier()) return false; // the acquired records, for every block

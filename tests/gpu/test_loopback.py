@@ -288,3 +288,44 @@ def test_absent_rank_is_named_and_late_rank_writes_nothing(op):
     ranks.synchronize()
     ranks.reset()
     check(case, ranks, 3)
+
+
+def _ready(case, timeout_s):
+    """Ranks that have routed once, with operands for every operation."""
+    ranks = make(case, timeout_s=timeout_s)
+    data = inputs(case, 0)
+    for name in ("x", "topk_idx", "weights", "y", "scalars"):
+        for r in range(case.ranks):
+            ranks.write(name, r, np.ascontiguousarray(data[name][r]).tobytes())
+    ranks.launch("dispatch")
+    ranks.synchronize()
+    return ranks
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
+def test_all_name_the_late_rank(order):
+    """One rank leaves, a second comes, waits and leaves, the third comes too late: nobody blames the healthy ones."""
+    first, second, late = order
+    ranks = _ready(Case(ranks=3, experts=9, layout="token", tokens=16), timeout_s=0.3)
+    delays = [0, 0, 0]
+    delays[second], delays[late] = 150_000_000, 380_000_000
+    ranks.launch("dispatch", delays)
+    ranks.synchronize()
+    assert ranks.failure(late)["code"] == 4  # PeerFailed: it came too late
+    for r in (first, second):
+        assert (ranks.failure(r)["code"], ranks.failure(r)["peer"]) == (1, late), ranks.failure(r)
+
+
+@pytest.mark.parametrize("skew_us", [0, 50, 5000])
+def test_both_sides_see_the_mismatch(skew_us):
+    ranks = _ready(Case(ranks=2, experts=8, layout="token", tokens=16), timeout_s=0.5)
+    ranks.launch("dispatch", [skew_us * 1000, 0], absent=[1])
+    ranks.launch("combine", absent=[0])
+    ranks.synchronize()
+    assert [ranks.failure(r)["code"] for r in range(2)] == [3, 3]
+    assert [ranks.failure(r)["peer"] for r in range(2)] == [1, 0]
+
+
+def test_a_limit_that_never_ends():
+    case = Case(ranks=2, layout="token")
+    check(case, make(case, timeout_s=9e9), 0)
