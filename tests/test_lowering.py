@@ -1,0 +1,154 @@
+"""How calls become CUDA custom calls, read in the lowered text: no GPU and no extension is needed.
+
+The set-up behind a lowering is replaced by its answers; it is tested in test_bootstrap.py.
+"""
+
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+from jax_ep import bootstrap, lowering, testing
+
+X, IDX, W = np.zeros((2, 4, 16), np.float32), np.zeros((2, 4, 2), np.int32), np.zeros((2, 4, 2), np.float32)
+
+
+def layer(x, idx, w, **kwargs):
+    """A dispatch with weights, a second tensor, and a weighted sum with bias, backward included."""
+
+    def loss(x, w):
+        recv = jax_ep.dispatch(x, idx, w, num_experts=4, axis_name="ep", **kwargs)
+        again = jax_ep.dispatch(x, handle=recv.handle)
+        is_expert = kwargs.get("layout", "expert") == "expert"
+        y = recv.x + again.x
+        out = jax_ep.combine(y, recv.handle, weights=recv.weights if is_expert else None, bias=x)
+        return jnp.sum(out) + jnp.sum(recv.weights)
+
+    return jax.value_and_grad(loss, (0, 1))(x, w)
+
+
+def lowered(mesh, **kwargs):
+    program = testing.on_ranks(lambda *a: layer(*a, **kwargs), mesh)
+    return program.trace(X, IDX, W).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture
+def usable(monkeypatch):
+    """CUDA as if every rank could use it; records what set-up was asked for."""
+    asked = []
+    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "")
+    monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None: asked.append((groups, config)))
+    monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20))
+    monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
+    return asked
+
+
+def calls(text):
+    """(target, operand types, result types, attributes text) of every custom call of ours."""
+    found = []
+    for line in text.splitlines():
+        match = re.search(r"custom_call @(jax_ep_\w+)\(.*?\) \{(.*)\} : \((.*)\) -> (.*)$", line)
+        if match:
+            target, attributes, operands, results = match.groups()
+            types = lambda s: re.findall(r"tensor<([^>]*)>", s)
+            found.append((target, types(operands), types(results), attributes))
+    return found
+
+
+def test_operands_and_results(make_mesh, usable):
+    """The targets take and give what primitives.py states; combine has its partial sums as one more result."""
+    by_target = {}
+    for target, operands, results, attributes in calls(lowered(make_mesh(2))):
+        by_target.setdefault(target, []).append((operands, results))
+        assert "has_side_effect = true" not in attributes
+    handle = ["4x2xi32", "4x2xi32", "4x2xi32", "8x2xi32", "8xi32", "3xi32", "2xi32", "2xi32"]
+    assert by_target["jax_ep_dispatch"] == [
+        (
+            ["4x16xf32", "4x2xi32", "4x2xf32"],
+            ["16x16xf32", "16xf32", "8x2xi32", "8xi32", "2xi32", "2xi32", "8xi32", *["4x2xi32"] * 3, "3xi32"],
+        )
+    ]
+    assert (["4x16xf32", "0x2xf32", *handle], ["16x16xf32", "0xf32"]) in by_target["jax_ep_redispatch"]
+    forward = ["16x16xf32", "16xf32", "0xf32", "4x16xf32", *handle]
+    backward = ["16x16xf32", "0xf32", "16xf32", "0x16xf32", *handle]
+    assert (forward, ["4x16xf32", "0x2xf32", "8x16xf32"]) in by_target["jax_ep_combine"]
+    assert (backward, ["4x16xf32", "4x2xf32", "8x16xf32"]) in by_target["jax_ep_combine"]
+
+
+def test_token_layout_has_no_partial_sums(make_mesh, usable):
+    for target, _, results, _ in calls(lowered(make_mesh(2), layout="token")):
+        if target == "jax_ep_combine":
+            assert results[2] == "0x16xf32"
+            break
+    else:
+        pytest.fail("no combine in the program")
+
+
+def test_attributes(make_mesh, usable):
+    """Every attribute of the handlers, i64, and the group's members; the config of the call reaches them."""
+    config = jax_ep.Config(num_sms=9, timeout_s=1.5, first_call_timeout_s=2, setup_timeout_s=3, staging="always")
+    mesh = make_mesh(2, 2, axis_names=("dp", "ep"))
+    program = jax.shard_map(
+        lambda x, idx: (
+            jax_ep.dispatch(x[0], idx[0], num_experts=4, axis_name="ep", expert_alignment=8, config=config).x
+        ),
+        mesh=mesh,
+        in_specs=jax.sharding.PartitionSpec("ep"),
+        out_specs=jax.sharding.PartitionSpec("ep"),
+    )
+    text = jax.jit(program).trace(X, IDX).lower(lowering_platforms=("cuda",)).as_text()
+    ((_, _, _, attributes),) = calls(text)
+    numbers = {name: int(n) for name, n in re.findall(r"(\w+) = (-?\d+) : i64", attributes)}
+    assert numbers == dict(
+        num_ranks=2, num_experts=4, num_topk=2, row_bytes=64, dtype=2, layout=0, expert_alignment=8, zero_tail=1,
+        num_sms=9, staging_bytes=16 << 20, force_staged=1,
+        setup_timeout_ns=3 * 10**9, first_timeout_ns=2 * 10**9, timeout_ns=15 * 10**8,
+    )  # fmt: skip
+    members = [(d.process_index, d.local_hardware_id) for d in mesh.devices.flat]
+    (groups,) = re.findall(r"groups = dense<\[([\d, ]*)\]> : tensor<8xi64>", attributes)
+    assert [int(n) for n in groups.split(",")] == [n for member in members for n in member]
+    assert re.search(r'key = "[0-9a-f]{32}"', attributes)
+    assert [c for _, c in usable] == [config]
+
+
+def test_equal_programs_have_equal_text(make_mesh, usable):
+    """B52: nothing in the program says who lowered it or when."""
+    assert lowered(make_mesh(2)) == lowered(make_mesh(2))
+
+
+def test_falls_back_with_one_logged_line(make_mesh, monkeypatch, caplog):
+    """implementation=None: the reference where CUDA is impossible, and the reason once, not once per call."""
+    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "a reason of this test")
+    with caplog.at_level(logging.WARNING, logger="jax_ep"):
+        assert not calls(lowered(make_mesh(2)))
+    (message,) = [r.getMessage() for r in caplog.records if "a reason of this test" in r.getMessage()]
+    assert message.startswith("using the pure-JAX implementation")
+
+
+def test_xla_is_never_replaced(make_mesh, usable):
+    assert not calls(lowered(make_mesh(2), implementation="xla")) and not usable
+
+
+def test_cuda_never_falls_back(make_mesh, monkeypatch):
+    """implementation="cuda": what set-up raises comes through."""
+
+    def refuse(groups, config=None):
+        raise jax_ep.errors.SetupError("a reason of this test")
+
+    monkeypatch.setattr(bootstrap, "prepare", refuse)
+    with pytest.raises(jax_ep.errors.SetupError, match="a reason of this test"):
+        lowered(make_mesh(2), implementation="cuda")
+
+
+def test_without_a_concrete_mesh(make_mesh, usable):
+    """An abstract mesh has no devices to name: the error names the axis and the remedy."""
+    abstract = make_mesh(2).abstract_mesh
+    program = testing.on_ranks(lambda *a: layer(*a), abstract)
+    sharding = jax.sharding.NamedSharding(make_mesh(2), jax.sharding.PartitionSpec("ep"))
+    args = [jax.device_put(a, sharding) for a in (X, IDX, W)]
+    with pytest.raises(ValueError, match=r"axis 'ep'.*AbstractMesh.*pass a concrete"):
+        program.trace(*args).lower(lowering_platforms=("cuda",))
