@@ -30,7 +30,9 @@ def vary_together(arrays: tuple, axes: tuple[str, ...]) -> tuple:
 
     def vary(a):
         missing = tuple(sorted(union - varying_axes(a)))
-        return lax.pcast(a, missing, to="varying") if missing else a
+        if not missing:
+            return a
+        return lax.pcast(a, missing, to="varying") if hasattr(lax, "pcast") else lax.pvary(a, missing)
 
     return tuple(vary(a) for a in arrays)
 
