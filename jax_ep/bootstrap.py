@@ -2,9 +2,10 @@
 
 Every process publishes **one** record in the job's coordination service (`records`): where its service is, and
 what its devices are. Whether the CUDA path can be used, and with how many SMs, is a pure function of the records
-of the mesh's processes, so all ranks choose alike. At lowering a background thread makes XLA's pools known,
-publishes, and loads the kernels; XLA's instantiate then calls `bind_callback`, which joins it and binds the arena
-of the call site. Compile time waits for records, never for a peer's kernel or compile.
+of the mesh's processes, so all ranks choose alike. When a program is lowered, a background thread makes XLA's pools known, publishes, and
+loads the kernels; the lowering of each call then joins it and binds the call site's arena (`bind`). XLA's
+instantiate, and initialize before the first execution, call the same through `bind_callback`, for executables that
+were not lowered here. Compile time waits for records, never for a peer's kernel or compile.
 
 After set-up: `check` raises the typed error of a failed call, a watcher thread logs it, `reset` repairs.
 """
@@ -221,29 +222,40 @@ def prepare(groups: Groups, config: Any = None) -> None:
         records.check_num_sms(num_sms, records.max_num_sms(groups, known))
 
 
-def bind_callback(
-    key: str, groups: list, num_ranks: int, count_words: int, staging_bytes: int, num_sms: int, timeout_s: float
-) -> str:
-    """Called by XLA's instantiate (any thread): binds the arena of a call site. Returns "" or an error text."""
+def bind(
+    key: str, groups: Any, num_ranks: int, count_words: int, staging_bytes: int, num_sms: int, timeout_s: float
+) -> None:
+    """Binds the arena of a call site; does nothing for a program that is compiled for another machine.
+
+    Raises:
+      SetupError, SetupTimeout, ValueError: as `prepare` does.
+    """
+    deadline = time.monotonic() + timeout_s
+    process = _this_process()
+    index = process.world.process_index
+    if _local_problem() or not process.has(groups) or not group.local_devices(groups, index):
+        return  # execution there finds its own binding
+    module = _ffi.module()
+    if module.is_bound(key) and not num_sms:  # another program has bound it: nothing to wait for
+        return
+    known = process.read_records(group.processes(groups), deadline)
+    reason = records.why_not(groups, known)
+    if reason:  # seldom: lowering asked already, but a deserialised program had no lowering
+        raise errors.SetupError(reason)
+    most = records.max_num_sms(groups, known)
+    records.check_num_sms(num_sms, most)
+    for other, record in known.items():
+        if other != index:
+            module.add_process(other, record["address"], bytes.fromhex(record["nonce"]))
+    process.wait_warm(deadline)
+    left = max(0.001, deadline - time.monotonic())
+    module.bind(key, records.with_ordinals(groups, known), index, num_ranks, count_words, staging_bytes, most, left)
+
+
+def bind_callback(*call_site: Any) -> str:
+    """`bind` as XLA's instantiate calls it, on any thread: returns "" or an error text."""
     try:
-        deadline = time.monotonic() + timeout_s
-        process = _this_process()
-        index = process.world.process_index
-        if _local_problem() or not process.has(groups) or not group.local_devices(groups, index):
-            return ""  # compiled for another machine; execution there finds its own binding
-        module = _ffi.module()
-        known = process.read_records(group.processes(groups), deadline)
-        reason = records.why_not(groups, known)
-        if reason:  # seldom: lowering asked already, but a deserialised program had no lowering
-            return f"SetupError: {reason}"
-        most = records.max_num_sms(groups, known)
-        records.check_num_sms(num_sms, most)
-        for other, record in known.items():
-            if other != index:
-                module.add_process(other, record["address"], bytes.fromhex(record["nonce"]))
-        process.wait_warm(deadline)
-        left = max(0.001, deadline - time.monotonic())
-        module.bind(key, records.with_ordinals(groups, known), index, num_ranks, count_words, staging_bytes, most, left)
+        bind(*call_site)
         return ""
     except Exception as error:
         return _error_text(error)

@@ -77,8 +77,11 @@ def _attributes(target: str, groups, avals_in, spec: Spec) -> dict:
         first_timeout_ns=_nanoseconds(config.first_call_timeout_s),
         timeout_ns=_nanoseconds(config.timeout_s),
     )
+    key = group_lib.arena_key(groups, shape)
+    # XLA's instantiate binds too, but not for every executable that comes from the persistent cache (seen on 0.11.2).
+    bootstrap.bind(key, groups, spec.num_ranks, *shape, config.num_sms or 0, config.setup_timeout_s)
     return dict(
-        key=group_lib.arena_key(groups, shape),
+        key=key,
         groups=group_lib.flat_groups(groups),
         **{name: np.int64(value) for name, value in numbers.items()},
     )

@@ -238,6 +238,9 @@ class FakeCuda:
     def failures(self):
         return []
 
+    def is_bound(self, key):
+        return any(call[:2] == ("bind", key) for call in self.calls)
+
     def __getattr__(self, name):
         return lambda *args: self.calls.append((name, *args))
 
@@ -275,6 +278,7 @@ def test_two_processes_set_up_and_bind(monkeypatch):
     nonce = bootstrap._nonce()
     assert ("warm_up", [0]) in calls and calls.index("start_service") < calls.index(("warm_up", [0]))
     assert ("add_process", 1, "service-1", nonce) in calls
+    assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 0, 5.0) == ""  # attaches: no second bind
     (bind,) = [c for c in calls if c[0] == "bind"]
     assert bind[:-1] == ("bind", "key", [[(0, 0), (1, 1)]], 0, 2, 512, 1 << 20, 132) and 0 < bind[-1] <= 5
     assert bootstrap.records_ms() >= 0

@@ -42,6 +42,7 @@ def usable(monkeypatch):
     asked = []
     monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "")
     monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None: asked.append((groups, config)))
+    monkeypatch.setattr(bootstrap, "bind", lambda *call_site: asked.append(call_site))
     monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20))
     monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
     return asked
@@ -112,7 +113,10 @@ def test_attributes(make_mesh, usable):
     (groups,) = re.findall(r"groups = dense<\[([\d, ]*)\]> : tensor<8xi64>", attributes)
     assert [int(n) for n in groups.split(",")] == [n for member in members for n in member]
     assert re.search(r'key = "[0-9a-f]{32}"', attributes)
-    assert [c for _, c in usable] == [config]
+    (prepared,) = [c for c in usable if len(c) == 2]
+    assert prepared[1] == config
+    ((key, _, *shape_and_limits),) = [c for c in usable if len(c) == 7]  # the arena is bound while lowering
+    assert f'key = "{key}"' in attributes and shape_and_limits == [2, 8, 1 << 20, 9, 3.0]
 
 
 def test_equal_programs_have_equal_text(make_mesh, usable):

@@ -116,7 +116,10 @@ ffi::ErrorOr<const RankContext *> find_rank(std::string_view key) {
   return rank;
 }
 
-ffi::Error instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs) {
+namespace {
+
+// Binds the arena of a call site from its attributes; does nothing where it is bound.
+ffi::Error bind_call_site(const ffi::Dictionary &attrs) {
   auto a = CallAttributes::read(attrs);
   if (!a) return a.error();
   auto groups = attrs.get<ffi::Span<const int64_t>>("groups");
@@ -131,12 +134,21 @@ ffi::Error instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary a
   return problem.empty() ? ffi::Error::Success() : internal(problem);
 }
 
+} // namespace
+
+ffi::Error instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs) { return bind_call_site(attrs); }
+
 ffi::Error initialize(ffi::RunId run, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs) {
   auto key = attrs.get<std::string_view>("key");
   auto timeout = attrs.get<int64_t>("first_timeout_ns");
   if (!key) return key.error();
   if (!timeout) return timeout.error();
-  const std::string problem = rendezvous(*key, run.run_id, current_device(), *timeout);
+  const int device = current_device();
+  // An executable that was neither lowered nor instantiated in this process (deserialised) is bound late but rightly.
+  if (!Registry::get().find(*key, device)) {
+    if (ffi::Error e = bind_call_site(attrs); e.failure()) return e;
+  }
+  const std::string problem = rendezvous(*key, run.run_id, device, *timeout);
   return problem.empty() ? ffi::Error::Success() : internal(problem);
 }
 

@@ -62,7 +62,8 @@ ffi::ErrorOr<const RankContext *> find_rank(std::string_view key);
 
 // Instantiate handler of every target: binds the arena while the program compiles.
 ffi::Error instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs);
-// Initialize handler of every target: meets the process' other devices before the first executions.
+// Initialize handler of every target: meets the process' other devices before the first executions, and binds what
+// no compilation in this process has bound.
 ffi::Error initialize(ffi::RunId run, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs);
 
 } // namespace jax_ep
