@@ -145,6 +145,6 @@ def is_row_kept(handle: Handle) -> jax.Array:
     """Layout "expert": whether a row of recv.x holds a token (not padding, not the tail), bool [capacity]."""
     row = jnp.arange(handle.spec.capacity, dtype=jnp.int32)
     ends = jnp.cumsum(handle.group_sizes, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, row, side="right", method="sort")
+    group = jnp.searchsorted(ends, row, side="right", method="scan_unrolled")
     past_counts = (ends - handle.group_sizes + handle.counts).at[group].get(mode="fill", fill_value=0)
     return row < past_counts

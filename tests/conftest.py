@@ -17,6 +17,7 @@ EXPECTED_SKIPS = (
     "needs nvcc",
     "needs the CUDA extension",
     "needs a CUDA device",
+    "needs jax's CUDA plugin",
     "needs 2 ranks",
     "needs 3 ranks",
     "needs 4 ranks",

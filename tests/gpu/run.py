@@ -57,6 +57,7 @@ def stages(cache: str) -> list[Stage]:
     plan += [Stage("faults", 3, 120, ("test_faults_processes.py",))]
     plan += [Stage("growing pool", 2, 60, ("test_pool_processes.py",), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})]
     plan += [Stage(f"memory, {how}", 8, 60, ("test_memory_processes.py",), cached) for how in ("compiled", "cached")]
+    plan += [Stage("ahead of time", None, 120, ("test_ahead_of_time.py",))]
     if launch.num_gpus() > 1:
         plan += [Stage("one process, all GPUs", None, 150, ("test_exchange_devices.py",))]
     if sanitizer := shutil.which("compute-sanitizer"):

@@ -1,0 +1,90 @@
+"""XLA:GPU compiles a MoE block for H100s that are not there: what is in the program, beside our calls.
+
+Needs the wheels of JAX's CUDA plugin and the extension, no GPU and no driver:
+`python -m pytest --device gpu tests/gpu/test_ahead_of_time.py`. Each program is compiled in a process of its own.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("jax_ep._cuda", reason="needs the CUDA extension")
+if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    pytest.skip("needs jax's CUDA plugin", allow_module_level=True)
+
+NUM_RANKS, NUM_TOKENS, NUM_TOPK, HIDDEN = 4, 64, 4, 512
+CAPACITY = 1024  # unlike any other size in the program
+
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 1 patch: 1 } device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+PROGRAM = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import jax_ep
+
+h100, ranks, tokens, topk, hidden, capacity, layout = json.loads(sys.argv[1])
+topology = topologies.get_topology_desc("", platform="cuda", target_config=h100, topology=f"1x1x{ranks}")
+mesh = Mesh(np.array(topology.devices), ("ep",))
+
+def moe(x, idx, w):
+    recv = jax_ep.dispatch(x, idx, w, num_experts=4 * ranks, axis_name="ep", layout=layout, capacity=capacity,
+                           expert_alignment=8 if layout == "expert" else 1, implementation="cuda")
+    return jax_ep.combine(recv.x * 2, recv.handle, weights=recv.weights if layout == "expert" else None)
+
+def loss(x, idx, w):
+    out = jax.shard_map(moe, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(x, idx, w)
+    return (out.astype(jnp.float32) ** 2).sum()
+
+def of(shape, dtype):
+    return jax.ShapeDtypeStruct((ranks * tokens, *shape), dtype, sharding=NamedSharding(mesh, P("ep")))
+
+args = of((hidden,), jnp.bfloat16), of((topk,), jnp.int32), of((topk,), jnp.float32)
+step = jax.jit(jax.grad(loss, (0, 2) if layout == "expert" else 0))
+print("HLO" + json.dumps(step.trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text()))
+"""
+
+
+@pytest.fixture(scope="module", params=["expert", "token"])
+def layout_and_hlo(request):
+    sizes = [H100, NUM_RANKS, NUM_TOKENS, NUM_TOPK, HIDDEN, CAPACITY, request.param]
+    env = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # there is no driver to ask
+    env.pop("JAX_PLATFORMS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(sizes)], capture_output=True, text=True, timeout=300, env=env
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("HLO")]
+    assert lines, done.stderr[-3000:]
+    return request.param, json.loads(lines[0][3:])
+
+
+def test_our_calls_and_no_collective(layout_and_hlo):
+    """Forward: dispatch, combine; backward: one redispatch, one combine. The handle's routing is not exchanged again."""
+    _, hlo = layout_and_hlo
+    ours = re.findall(r'custom_call_target="(jax_ep_\w+)"', hlo)
+    assert sorted(ours) == ["jax_ep_combine", "jax_ep_combine", "jax_ep_dispatch", "jax_ep_redispatch"]
+    assert not re.findall(r"\b(?:all-\w+|collective-\w+|reduce-scatter|ragged-\w+)", hlo)
+
+
+def test_rows_are_not_copied(layout_and_hlo):
+    """Nothing but the user's arithmetic touches the rows: no copy, transpose or sort of the receive array."""
+    _, hlo = layout_and_hlo
+    rows = rf"bf16\[{CAPACITY},{HIDDEN}\]"
+    assert re.search(rows, hlo)
+    assert not re.findall(rf"= {rows}\S* (?:copy|transpose|copy-start)\(", hlo)
+    assert not re.findall(r" sort\(", hlo)
