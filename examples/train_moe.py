@@ -43,7 +43,7 @@ def parse_args(argv=None):
     add("--length", type=int, default=128, help="bytes per sequence")
     add("--hidden", type=int, default=128)
     add("--ffn", type=int, default=256, help="inner size of one expert")
-    add("--layers", type=int, default=3)
+    add("--layers", type=int, default=2)
     add("--heads", type=int, default=4)
     add("--experts", type=int, default=8)
     add("--topk", type=int, default=2)
