@@ -74,7 +74,7 @@ def layout_and_hlo(request):
 
 
 def test_our_calls_and_no_collective(layout_and_hlo):
-    """Forward: dispatch, combine; backward: one redispatch, one combine. The handle's routing is not exchanged again."""
+    """Forward: dispatch, combine; backward: one redispatch, one combine: the routing is not exchanged again."""
     _, hlo = layout_and_hlo
     ours = re.findall(r'custom_call_target="(jax_ep_\w+)"', hlo)
     assert sorted(ours) == ["jax_ep_combine", "jax_ep_combine", "jax_ep_dispatch", "jax_ep_redispatch"]
