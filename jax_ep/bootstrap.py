@@ -2,10 +2,11 @@
 
 Every process publishes **one** record in the job's coordination service (`records`): where its service is, and
 what its devices are. Whether the CUDA path can be used, and with how many SMs, is a pure function of the records
-of the mesh's processes, so all ranks choose alike. When a program is lowered, a background thread makes XLA's pools known, publishes,
-and loads the kernels; the lowering of each call then joins it and binds the call site's arena (`bind`). XLA's
-instantiate, and initialize before the first execution, call the same through `bind_callback`, for executables that
-were not lowered here. Compile time waits for records, never for a peer's kernel or compile.
+of the mesh's processes, so all ranks choose alike. When a program is lowered, a background thread makes XLA's
+pools known, publishes, and loads the kernels; the lowering of each call then joins it and binds the call site's
+arena (`bind`). XLA's instantiate, and initialize before the first execution, call the same through
+`bind_callback`, for executables that were not lowered here.
+Compile time waits for records, never for a peer's kernel or compile.
 
 After set-up: `check` raises the typed error of a failed call, a watcher thread logs it, `reset` repairs.
 """
