@@ -145,6 +145,12 @@ def is_row_kept(handle: Handle) -> jax.Array:
     """Layout "expert": whether a row of recv.x holds a token (not padding, not the tail), bool [capacity]."""
     row = jnp.arange(handle.spec.capacity, dtype=jnp.int32)
     ends = jnp.cumsum(handle.group_sizes, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, row, side="right", method="scan_unrolled")
+    # Number of ends <= row, by bisection. (jnp.searchsorted sorts by default, and its unrolled form does not
+    # trace inside a shard_map with automatic axes on jax 0.12.)
+    group = jnp.zeros_like(row)
+    for bit in reversed(range(len(ends).bit_length())):
+        further = group + (1 << bit)
+        is_past = ends.at[further - 1].get(mode="fill", fill_value=jnp.iinfo(jnp.int32).max) <= row
+        group = jnp.where(is_past, further, group)
     past_counts = (ends - handle.group_sizes + handle.counts).at[group].get(mode="fill", fill_value=0)
     return row < past_counts

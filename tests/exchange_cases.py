@@ -15,6 +15,9 @@ import pytest
 import jax_ep
 from jax_ep import testing
 
+# Compiling is what takes the time on CPU; the tests of single operations compile as users do.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -292,4 +295,5 @@ class ExchangeCases:
 
 @functools.cache
 def _program(sizes: Sizes, mesh: jax.sharding.Mesh):
-    return testing.on_ranks(lambda *arrays: exchange(sizes, Inputs(*arrays)), mesh)
+    run = testing.on_ranks(lambda *arrays: exchange(sizes, Inputs(*arrays)), mesh, jit=False)
+    return jax.jit(run, compiler_options=QUICK_COMPILE)

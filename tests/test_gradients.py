@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchange_cases import QUICK_COMPILE
 
 import jax_ep
 from jax_ep import testing
@@ -46,7 +47,8 @@ def dense_loss(x, gate, params, idx, target):
     return jnp.sum((out - target) ** 2)
 
 
-dense_gradients = jax.jit(jax.value_and_grad(dense_loss, (0, 1, 2)))
+jit = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+dense_gradients = jit(jax.value_and_grad(dense_loss, (0, 1, 2)))
 
 
 def ep_loss(x, gate, params, idx, target, *, layout, num_experts):
@@ -81,7 +83,7 @@ def ep_gradients(num_ranks, layout):
         specs = (spec("ep"), spec(), spec("ep"), spec("ep"), spec("ep"))
         return jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=spec())(*args)
 
-    return jax.jit(jax.value_and_grad(total, (0, 1, 2)))
+    return jit(jax.value_and_grad(total, (0, 1, 2)))
 
 
 @pytest.mark.parametrize("kind", ["uniform", "masked", "one_rank", "empty_ranks", "no_tokens"])
@@ -193,7 +195,7 @@ def test_second_derivatives(layout):
 
     def hessian_vector(loss):
         directional = lambda x, gate: jnp.vdot(jax.grad(loss)(x, gate), v)
-        return jax.jit(jax.grad(directional, (0, 1)))(x, gate)
+        return jit(jax.grad(directional, (0, 1)))(x, gate)
 
     got = hessian_vector(ep)
     expected = hessian_vector(lambda x, gate: dense_loss(x, gate, params, idx, target))

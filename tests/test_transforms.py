@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchange_cases import QUICK_COMPILE
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -59,7 +60,7 @@ def gradients(layer, mesh, **kwargs):
 
         return jax.value_and_grad(loss, (0, 1))(x, w)
 
-    return testing.on_ranks(run, mesh, **kwargs)
+    return jax.jit(testing.on_ranks(run, mesh, jit=False, **kwargs), compiler_options=QUICK_COMPILE)
 
 
 NAMES = ("jax_ep_handle", "jax_ep_recv", "jax_ep_out")
