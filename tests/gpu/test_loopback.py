@@ -262,16 +262,22 @@ def test_call_1000_equals_call_1():
     check(case, ranks, 0)
 
 
-@pytest.mark.parametrize("op", ["dispatch", "combine"])
-def test_absent_rank_is_named_and_late_rank_writes_nothing(op):
-    case = Case(ranks=3, experts=9, layout="token", tokens=16)
-    ranks = make(case, timeout_s=0.5)
+def _ready(case, timeout_s):
+    """Ranks that have routed once, with operands for every operation."""
+    ranks = make(case, timeout_s=timeout_s)
     data = inputs(case, 0)
     for name in ("x", "topk_idx", "weights", "y", "scalars"):
         for r in range(case.ranks):
             ranks.write(name, r, np.ascontiguousarray(data[name][r]).tobytes())
     ranks.launch("dispatch")
     ranks.synchronize()
+    return ranks
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_absent_rank_is_named_and_late_rank_writes_nothing(op):
+    case = Case(ranks=3, experts=9, layout="token", tokens=16)
+    ranks = _ready(case, timeout_s=0.5)
     result = "recv_x" if op == "dispatch" else "out"
     ranks.launch(op, absent=[2])
     ranks.synchronize()
@@ -288,18 +294,6 @@ def test_absent_rank_is_named_and_late_rank_writes_nothing(op):
     ranks.synchronize()
     ranks.reset()
     check(case, ranks, 3)
-
-
-def _ready(case, timeout_s):
-    """Ranks that have routed once, with operands for every operation."""
-    ranks = make(case, timeout_s=timeout_s)
-    data = inputs(case, 0)
-    for name in ("x", "topk_idx", "weights", "y", "scalars"):
-        for r in range(case.ranks):
-            ranks.write(name, r, np.ascontiguousarray(data[name][r]).tobytes())
-    ranks.launch("dispatch")
-    ranks.synchronize()
-    return ranks
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
