@@ -78,7 +78,8 @@ def _attributes(target: str, groups, avals_in, spec: Spec) -> dict:
         timeout_ns=_nanoseconds(config.timeout_s),
     )
     key = group_lib.arena_key(groups, shape)
-    # XLA's instantiate binds too, but not for every executable that comes from the persistent cache (seen on 0.11.2).
+    # XLA's instantiate binds too, but executables from the persistent cache were found unbound at their first call
+    # (seen on 0.11.2; that instantiate was not called for them is the likely reason).
     bootstrap.bind(key, groups, spec.num_ranks, *shape, config.num_sms or 0, config.setup_timeout_s)
     return dict(
         key=key,

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     combine_kernel(const __grid_constant__ CombineParams p, const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) char shared[];
   Session session(p.call);
-  if (session.is_broken()) { // a call before this one failed; peers do not take part either
+  if (session.is_broken()) { // a call before this one failed; its leaver revoked this one for the peers
     poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
     return;
   }

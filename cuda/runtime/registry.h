@@ -1,6 +1,7 @@
 // Registry: which arenas exist, who the peers are, and what a handler needs to launch. No kernels, no Python.
 //
-// Life cycle of an arena: `bind` (at XLA's instantiate, compile time) creates it, or a peer's request does;
+// Life cycle of an arena: `bind` (while a call is lowered, at XLA's instantiate, or at the latest before the first execution)
+// creates it, or a peer's request does;
 // executions only look it up. Arenas live until process exit; `reset` clears their flags in place after all
 // ranks are quiet.
 #pragma once

@@ -89,7 +89,8 @@ def rank_env(launch: Launch, rank: int, gpus: int) -> dict[str, str]:
         if on_this_gpu > 1:
             # NCCL refuses a GPU twice in a communicator unless the processes look like different hosts.
             env["NCCL_HOSTID"] = f"jax_ep-{rank}"
-            # They then talk over sockets, and eight ranks' default channels starved each other on one card.
+            # They then talk over sockets. With the default channels eight ranks on one card hung, with one they run;
+            # why is not known.
             if "NCCL_MAX_NCHANNELS" not in os.environ:
                 env["NCCL_MAX_NCHANNELS"] = "1"
             if not any(name in os.environ or name in dict(launch.env) for name in MEM_FRACTION):

@@ -42,8 +42,8 @@ def stages(cache: str) -> list[Stage]:
     exchange, programs = "test_exchange_processes.py", "test_programs_processes.py"
     cached = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     virtual = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    # Processes that compile different programs at one time wait for each other in XLA, with or without our calls,
-    # while its autotuning is shared between processes (docs/sharp_bits.md).
+    # Processes that compile different programs at one time wait for each other in XLA, with or without our calls;
+    # with this flag ours do not (docs/sharp_bits.md).
     alone = {"XLA_FLAGS": "--xla_gpu_shard_autotuning=false"}
     # One rank count runs every case; the others run every routing, and the cases that depend on the rank count.
     some = ("-k", "routings or OtherWays or recorded")
