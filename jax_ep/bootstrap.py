@@ -237,7 +237,7 @@ def bind(
     if _local_problem() or not process.has(groups) or not group.local_devices(groups, index):
         return  # execution there finds its own binding
     module = _ffi.module()
-    if module.is_bound(key) and not num_sms:  # another program has bound it: nothing to wait for
+    if module.attach(key, num_sms):  # another call site has bound it: nothing to wait for
         return
     known = process.read_records(group.processes(groups), deadline)
     reason = records.why_not(groups, known)

@@ -22,9 +22,9 @@ def stats() -> dict[str, Any]:
         into the receiver's buffers; ``staged_calls``: through staging, for at least one peer.
       - ``dispatch_entered_ns``: ``time.monotonic_ns()`` when XLA last entered a dispatch that routes, on any local
         device: from there to the end of a program is device work, without JAX's and XLA's own start.
-      - ``attached``: call sites that found their arena already bound when their program was compiled or loaded.
+      - ``attached``: how often a call site found its arena already bound, while its program was lowered or loaded.
       - ``setup_ms``: time by phase: ``memory``, ``kernels``, ``peers``, ``records`` (waiting for other processes),
-        ``attach`` (of all ``attached`` call sites together).
+        ``attach`` (of all ``attached`` together).
 
     Example: after one compiled program with a dispatch and a combine ran once on 2 GPUs of one process,
     ``stats()["calls"] == 4`` and ``stats()["staged_calls"] == 0``.

@@ -238,8 +238,8 @@ class FakeCuda:
     def failures(self):
         return []
 
-    def is_bound(self, key):
-        return any(call[:2] == ("bind", key) for call in self.calls)
+    def attach(self, key, num_sms):
+        return any(call[:2] == ("bind", key) and num_sms <= call[7] for call in self.calls)
 
     def __getattr__(self, name):
         return lambda *args: self.calls.append((name, *args))

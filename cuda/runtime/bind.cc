@@ -66,19 +66,21 @@ void bind(const std::string &key, const PyGroups &groups, int process, int num_r
   Registry::get().bind(spec);
 }
 
+// Is the arena bound already? Counted, because this is what a program that shares it costs at set-up.
+bool attach(const std::string &key, int num_sms) {
+  const Deadline start = Clock::now();
+  if (!Registry::get().serves(key, num_sms)) return false;
+  num_attached() += 1;
+  setup_ns()[size_t(SetupPhase::kAttach)] +=
+      std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+  return true;
+}
+
 } // namespace
 
 std::string bind_from_instantiate(const BindRequest &request) noexcept {
   try {
-    {
-      const Deadline start = Clock::now();
-      if (Registry::get().serves(request.key, int(request.num_sms))) {
-        num_attached() += 1;
-        setup_ns()[size_t(SetupPhase::kAttach)] +=
-            std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
-        return "";
-      }
-    }
+    if (attach(request.key, int(request.num_sms))) return "";
     if (num_devices() == 0) return ""; // compiled here, run elsewhere: execution would say "not bound"
     const ArenaShape shape = arena_shape(int(request.num_ranks), int(request.num_experts), request.row_bytes,
                                          int(request.num_topk), request.staging_bytes);
@@ -97,7 +99,7 @@ void export_bind(nb::module_ &m) {
   m.def("bind", &bind, nb::call_guard<nb::gil_scoped_release>(), nb::arg("key"), nb::arg("groups"),
         nb::arg("process"), nb::arg("num_ranks"), nb::arg("count_words"), nb::arg("staging_bytes"),
         nb::arg("max_num_sms"), nb::arg("timeout_s"));
-  m.def("is_bound", [](const std::string &key) { return Registry::get().serves(key, 0); }, nb::arg("key"));
+  m.def("attach", &attach, nb::arg("key"), nb::arg("num_sms"), "whether a call site finds its arena bound already");
 }
 
 } // namespace jax_ep
