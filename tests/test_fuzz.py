@@ -1,0 +1,91 @@
+"""Drawn routings, forward and gradient, bit for bit against the NumPy oracle: 16 through each of few compiled programs.
+
+Every program is compiled once; group sizes, top-k, experts, capacities, alignments, dtypes, hidden sizes and layouts
+vary over the programs, everything else over the routings (routing_fuzz.py). A failure names the decisions that made it.
+"""
+
+import dataclasses
+import zlib
+
+import jax
+import pytest
+from exchange_cases import QUICK_COMPILE, Inputs, Sizes, check, exchange
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from routing_fuzz import REPRODUCIBLE, exact_inputs, routings
+
+from jax_ep import testing
+
+ROUTINGS_PER_PROGRAM = 16
+
+# num_ranks, num_experts, num_tokens, num_topk, hidden, dtype
+PROGRAMS = [
+    Sizes(1, 1, 5, 1, 8, "bfloat16"),
+    Sizes(1, 6, 9, 4, 24, "float32", expert_alignment=4),
+    Sizes(1, 40, 3, 32, 8, "float16", capacity=64, expert_alignment=2),
+    Sizes(1, 5, 8, 3, 8, "bfloat16", layout="token"),
+    Sizes(1, 4, 9, 2, 4, "float32", layout="token", capacity=4),
+    Sizes(2, 2, 7, 2, 8, "bfloat16"),
+    Sizes(2, 4, 1, 4, 16, "float16"),
+    Sizes(2, 12, 13, 3, 40, "float32", expert_alignment=16),
+    Sizes(2, 8, 9, 2, 136, "bfloat16", capacity=12, expert_alignment=3),
+    Sizes(2, 64, 5, 9, 8, "bfloat16", capacity=40, zero_tail=False),
+    Sizes(2, 4, 17, 2, 8, "float16", layout="token"),
+    Sizes(2, 6, 7, 5, 24, "bfloat16", layout="token", capacity=9),
+    Sizes(3, 3, 4, 1, 4, "float32"),
+    Sizes(3, 9, 11, 3, 16, "bfloat16", expert_alignment=8),
+    Sizes(3, 12, 7, 4, 8, "float16", capacity=20, expert_alignment=5),
+    Sizes(3, 6, 5, 2, 12, "float32", capacity=1),
+    Sizes(3, 9, 8, 3, 8, "bfloat16", layout="token", zero_tail=False),
+    Sizes(3, 30, 6, 8, 8, "float32", layout="token", capacity=7),
+    Sizes(4, 8, 9, 2, 16, "bfloat16"),
+    Sizes(4, 4, 6, 4, 8, "float32", expert_alignment=128),
+    Sizes(4, 16, 8, 6, 8, "float16", capacity=48, expert_alignment=16),
+    Sizes(4, 12, 5, 3, 20, "float32", capacity=11, zero_tail=False),
+    Sizes(4, 8, 9, 8, 8, "bfloat16", layout="token"),
+    Sizes(4, 32, 7, 4, 32, "float16", layout="token", capacity=8),
+    Sizes(5, 10, 5, 2, 8, "bfloat16", capacity=6, expert_alignment=2),
+    Sizes(6, 18, 3, 4, 8, "float32", layout="token"),
+    Sizes(7, 14, 4, 3, 8, "float16", expert_alignment=7),
+    Sizes(8, 8, 5, 1, 8, "bfloat16"),
+    Sizes(8, 16, 6, 8, 8, "bfloat16", capacity=32, expert_alignment=8),
+    Sizes(8, 24, 4, 3, 4, "float32", expert_alignment=4, zero_tail=False),
+    Sizes(8, 32, 5, 6, 8, "float16", layout="token"),
+    Sizes(8, 8, 7, 2, 8, "bfloat16", layout="token", capacity=10),
+]
+
+
+def name(sizes: Sizes) -> str:
+    """What differs from the defaults, for the test's id."""
+    fields = {f.name: getattr(sizes, f.name) for f in dataclasses.fields(sizes) if getattr(sizes, f.name) != f.default}
+    short = {"num_ranks": "R", "num_experts": "E", "num_tokens": "T", "num_topk": "K", "hidden": "H"}
+    return "-".join(
+        f"{short[field]}{value}" if field in short else f"{field}={value}" for field, value in fields.items()
+    )
+
+
+def test_enough_routings_over_few_programs():
+    assert len(set(PROGRAMS)) == len(PROGRAMS) <= 40
+    assert len(PROGRAMS) * ROUTINGS_PER_PROGRAM >= 500
+
+
+@pytest.mark.parametrize("sizes", PROGRAMS, ids=name)
+def test_drawn_routings(make_mesh, sizes):
+    """B01, B03, B07, B08, B10, B23: results, handle, statistics and all gradients equal the oracle's bits."""
+    program = testing.on_ranks(lambda *a: exchange(sizes, Inputs(*a)), make_mesh(sizes.num_ranks), jit=False)
+    program = jax.jit(program, compiler_options=QUICK_COMPILE)
+
+    @seed(zlib.crc32(name(sizes).encode()))
+    @settings(REPRODUCIBLE, max_examples=ROUTINGS_PER_PROGRAM)
+    @given(routings(sizes), st.integers(0, 99))
+    def run(topk_idx, data_seed):
+        inputs, oracle = exact_inputs(sizes, topk_idx, data_seed)
+        result = program(*dataclasses.astuple(inputs))
+        check(sizes, result, inputs, oracle)
+        if "weighted" in result:  # where `check` allows the tolerance of the contract
+            testing.same_bits(result["weighted"], testing.oracle_combine(oracle, inputs.y, inputs.weights), "weighted")
+            _, g_weights = testing.oracle_combine_grad(oracle, inputs.y, inputs.g_out, inputs.weights)
+            testing.same_bits(result["g_weights"], g_weights, "gradient of weights")
+
+    run()
+    assert program._cache_size() == 1
