@@ -9,6 +9,8 @@ from jax_ep.config import Config as Config
 from jax_ep.dispatch import dispatch as dispatch
 from jax_ep.layout import Handle as Handle
 from jax_ep.layout import Recv as Recv
+from jax_ep.quantize import Quantized as Quantized
+from jax_ep.quantize import quantize as quantize
 from jax_ep.routing import RoutingLayout as RoutingLayout
 from jax_ep.routing import routing_layout as routing_layout
 

@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_ep.layout import Recv
+from jax_ep.testing_fp8 import oracle_dequantize as oracle_dequantize
+from jax_ep.testing_fp8 import oracle_quantize as oracle_quantize
 
 ROUTINGS = (
     "uniform",  # distinct experts, uniformly
