@@ -28,66 +28,79 @@ def _named(tree, name: str):
     return jax.tree.map(lambda a: checkpoint_name(a, name), tree)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch(spec: Spec, x, topk_idx, weights) -> tuple[jax.Array, jax.Array, Handle]:
-    """Received rows, received weights and the handle."""
-    (recv_x, recv_weights, slot_meta, slot_token, group_sizes, counts, stats, topk_idx, slot, dst_row, recv_offsets) = (
-        dispatch_p.bind(x, topk_idx, weights, spec=spec)
+def no_side() -> jax.Array:
+    """The side array of rows that have none."""
+    return jnp.zeros((0, 0), jnp.uint8)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def dispatch(
+    spec: Spec, quantize: str | None, x, side, topk_idx, weights, window
+) -> tuple[jax.Array, jax.Array, jax.Array, Handle]:
+    """Received rows, side array and weights, and the handle."""
+    recv_x, recv_side, recv_weights, *routing = dispatch_p.bind(
+        x, side, topk_idx, weights, window, spec=spec, quantize=quantize
     )
+    slot_meta, slot_token, group_sizes, counts, stats, topk_idx, slot, dst_row, recv_offsets = routing
     handle = Handle(topk_idx, slot, dst_row, slot_meta, slot_token, recv_offsets, group_sizes, counts, stats, spec=spec)
-    return recv_x, recv_weights, handle
+    return recv_x, recv_side, recv_weights, handle
 
 
-def _dispatch_fwd(spec, x, topk_idx, weights):
-    recv_x, recv_weights, handle = dispatch(spec, x, topk_idx, weights)
+def _dispatch_fwd(spec, quantize, x, side, topk_idx, weights, window):
+    *recv, handle = dispatch(spec, quantize, x, side, topk_idx, weights, window)
     handle = _named(handle, HANDLE_NAME)
-    return (*_named((recv_x, recv_weights), RECV_NAME), handle), handle
+    return (*_named(recv, RECV_NAME), handle), handle
 
 
-def _dispatch_bwd(spec, handle, cotangents):
-    g_x, g_weights, _ = cotangents
+def _dispatch_bwd(spec, quantize, handle, cotangents):
+    g_x, _, g_weights, _ = cotangents
     g_x, g_weights = _combine_plain(g_x, g_weights, handle)
-    return g_x, None, g_weights
+    return g_x, None, None, g_weights, None
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def redispatch(zero_tail: bool, x, weights, handle: Handle) -> tuple[jax.Array, jax.Array]:
-    """Received rows and weights along the routing of the handle."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def redispatch(
+    zero_tail: bool, quantize: str | None, x, side, weights, handle: Handle
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Received rows, side array and weights along the routing of the handle."""
     spec = dataclasses.replace(handle.spec, zero_tail=zero_tail)
-    return tuple(redispatch_p.bind(x, weights, *handle.arrays, spec=spec))
+    return tuple(redispatch_p.bind(x, side, weights, *handle.arrays, spec=spec, quantize=quantize))
 
 
-def _redispatch_fwd(zero_tail, x, weights, handle):
-    return _named(redispatch(zero_tail, x, weights, handle), RECV_NAME), handle
+def _redispatch_fwd(zero_tail, quantize, x, side, weights, handle):
+    return _named(redispatch(zero_tail, quantize, x, side, weights, handle), RECV_NAME), handle
 
 
-def _redispatch_bwd(zero_tail, handle, cotangents):
-    return (*_combine_plain(*cotangents, handle), None)
+def _redispatch_bwd(zero_tail, quantize, handle, cotangents):
+    g_x, _, g_weights = cotangents
+    g_x, g_weights = _combine_plain(g_x, g_weights, handle)
+    return g_x, None, g_weights, None
 
 
 redispatch.defvjp(_redispatch_fwd, _redispatch_bwd)
 
 
-@jax.custom_vjp
-def combine(y, weights, scalars, bias, handle: Handle) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine(quantize: str | None, y, weights, scalars, bias, handle: Handle) -> tuple[jax.Array, jax.Array]:
     """Sums and scalars of the entries; weights, scalars and bias may be empty."""
-    return tuple(combine_p.bind(y, weights, scalars, bias, *handle.arrays, spec=handle.spec))
+    return tuple(combine_p.bind(y, weights, scalars, bias, *handle.arrays, spec=handle.spec, quantize=quantize))
 
 
-def _combine_fwd(y, weights, scalars, bias, handle):
+def _combine_fwd(quantize, y, weights, scalars, bias, handle):
     # Without weights y is not needed backward: do not keep it.
     kept_y = y if weights.shape[0] > 0 else None
-    out = _named(combine(y, weights, scalars, bias, handle), OUT_NAME)
+    out = _named(combine(quantize, y, weights, scalars, bias, handle), OUT_NAME)
     return out, (kept_y, weights, bias.shape[0] > 0, handle)
 
 
-def _combine_bwd(residuals, cotangents):
+def _combine_bwd(quantize, residuals, cotangents):
     y, weights, has_bias, handle = residuals
     g_out, g_out_scalars = cotangents
-    g_rows, g_scalars = redispatch(True, g_out, g_out_scalars, handle)
+    side, handle = _compat.vary_with_handle((no_side(),), handle)
+    g_rows, _, g_scalars = redispatch(True, None, g_out, side, g_out_scalars, handle)
     if y is None:
         g_y, g_weights = g_rows, None
     else:
@@ -106,4 +119,4 @@ def _combine_plain(y, scalars, handle: Handle):
     """Transpose of a dispatch: unweighted sums, and the scalars back to their entries."""
     no_weights, no_bias = jnp.zeros(0, jnp.float32), jnp.zeros((0, y.shape[1]), y.dtype)
     y, no_weights, scalars, no_bias, handle = _compat.vary_with_handle((y, no_weights, scalars, no_bias), handle)
-    return combine(y, no_weights, scalars, no_bias, handle)
+    return combine(None, y, no_weights, scalars, no_bias, handle)

@@ -85,5 +85,5 @@ def combine(
     bias = shapes.bias("combine", bias, num_tokens, y)
     scalars = jnp.zeros((0, num_topk) if spec.layout == "token" else 0, jnp.float32)
     y, weights, scalars, bias, handle = _compat.vary_with_handle((y, weights, scalars, bias), handle)
-    out, _ = autodiff.combine(y, weights, scalars, bias, handle)
+    out, _ = autodiff.combine(quantize, y, weights, scalars, bias, handle)
     return out

@@ -133,7 +133,7 @@ def dispatch(
             config=(config, None),
             implementation=(implementation, None),
         )
-        return _dispatch_again(x, handle, zero_tail)
+        return _dispatch_again(x, handle, zero_tail, quantize)
 
     layout = shapes.layout("dispatch", layout)
     shapes.mode("dispatch", mode)
@@ -157,8 +157,8 @@ def dispatch(
         implementation=shapes.implementation("dispatch", implementation),
         config=shapes.config("dispatch", config),
     )
-    x, idx, weights = _compat.vary_together((x, idx, weights), names)
-    recv_x, recv_weights, handle = autodiff.dispatch(spec, x, idx, weights)
+    arrays = (x, autodiff.no_side(), idx, weights, jnp.full(1, -1, jnp.int32))
+    recv_x, _, recv_weights, handle = autodiff.dispatch(spec, quantize, *_compat.vary_together(arrays, names))
     if topk_weights is None:
         recv_weights = None
     elif num_tokens == 0:  # no rank has a token, and the primitive cannot tell empty weights from absent ones
@@ -167,13 +167,13 @@ def dispatch(
     return _recv(recv_x, recv_weights, handle)
 
 
-def _dispatch_again(x, handle: Handle, zero_tail: bool) -> Recv:
+def _dispatch_again(x, handle: Handle, zero_tail: bool, quantize: str | None) -> Recv:
     handle = shapes.handle("dispatch", handle)
     num_tokens, num_topk = handle.topk_idx.shape
     x = shapes.rows_of_handle("dispatch", "x", x, num_tokens, "num_tokens")
     weights = jnp.zeros((0, num_topk), jnp.float32)
-    x, weights, handle = _compat.vary_with_handle((x, weights), handle)
-    recv_x, _ = autodiff.redispatch(bool(zero_tail), x, weights, handle)
+    x, side, weights, handle = _compat.vary_with_handle((x, autodiff.no_side(), weights), handle)
+    recv_x, _, _ = autodiff.redispatch(bool(zero_tail), quantize, x, side, weights, handle)
     return _recv(recv_x, None, handle)
 
 

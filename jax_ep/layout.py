@@ -25,7 +25,7 @@ class Spec:
     axis_name: tuple[str, ...]
     num_ranks: int
     num_experts: int
-    layout: str  # "expert" | "token"
+    layout: str  # "expert" | "token" | "batched"
     capacity: int
     expert_alignment: int
     zero_tail: bool
@@ -36,6 +36,11 @@ class Spec:
     def num_local_experts(self) -> int:
         """Experts of each rank."""
         return self.num_experts // self.num_ranks
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the receive array, flat: row i of local expert l is l * capacity + i in layout "batched"."""
+        return self.num_local_experts * self.capacity if self.layout == "batched" else self.capacity
 
     def num_slots(self, num_tokens: int) -> int:
         """Rows of the slot arrays; a slot is a distinct (source, token) that reaches this rank."""
@@ -135,10 +140,41 @@ def exclusive_sum(counts: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def group_starts(num_rows: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """First row and padded size of every expert's group on its rank, before dropping, [num_experts] each."""
+    """First row and padded size of every expert's group on its rank, before dropping, [num_experts] each.
+
+    In layout "batched" every expert has rows of its own, and they start at 0.
+    """
+    if spec.layout == "batched":
+        return jnp.zeros_like(num_rows), num_rows
     align = spec.expert_alignment
     padded = (num_rows + (align - 1)) // align * align
     return exclusive_sum(padded.reshape(spec.num_ranks, -1), axis=1).reshape(-1), padded
+
+
+def demands(padded: jax.Array, num_slots: jax.Array, spec: Spec) -> jax.Array:
+    """Rows that every rank wants, [num_ranks] i32: what `capacity` is compared with.
+
+    `padded` [num_experts] is that of `group_starts`, `num_slots` [num_ranks] counts the distinct tokens of each rank.
+    """
+    if spec.layout == "token":
+        return num_slots
+    padded = padded.reshape(spec.num_ranks, -1)
+    if spec.layout == "batched":
+        return jnp.max(padded, axis=1)
+    return jnp.sum(padded, axis=1, dtype=jnp.int32)
+
+
+def num_windows(demands: jax.Array, capacity: int) -> jax.Array:
+    """Windows of `capacity` rows that serve all ranks, at least 1; equal on all ranks."""
+    most = jnp.max(demands)
+    return jnp.maximum((most - 1) // max(capacity, 1) + 1, 1)
+
+
+def window_rows(window: jax.Array, num_windows: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """First row of a window (negative: of window 0) and how many rows it may hold: none past the last window."""
+    window = jnp.maximum(window, 0)
+    first = jnp.minimum(window, num_windows - 1) * capacity  # below the largest demand: no overflow
+    return first, jnp.where(window < num_windows, capacity, 0)
 
 
 def is_row_kept(handle: Handle) -> jax.Array:

@@ -13,7 +13,9 @@ from jax_ep import group as group_lib
 from jax_ep.layout import Spec
 
 _DTYPE_CODE = {"bfloat16": 0, "float16": 1, "float32": 2}
-_LAYOUT_CODE = {"expert": 0, "token": 1}
+_OPAQUE = 3  # rows that are moved and never summed
+_LAYOUT_CODE = {"expert": 0, "token": 1, "batched": 2}
+_QUANTIZE_CODE = {None: 0, "fp8": 1, "fp8_ue8m0": 2, "fp8_wire": 3}
 
 
 def choose(target: str, ctx, spec: Spec):
@@ -42,31 +44,33 @@ def _too_many_experts(spec: Spec) -> str:
     return f"num_experts is {spec.num_experts}, and the kernels count at most {most} over {spec.num_ranks} ranks"
 
 
-def _lower(target: str, groups, ctx, *operands, spec: Spec):
-    attributes = _attributes(target, groups, ctx.avals_in, spec)
+def _lower(target: str, groups, ctx, *operands, spec: Spec, quantize: str | None):
+    attributes = _attributes(target, groups, ctx, spec, quantize)
     results = list(ctx.avals_out)
     num_public = len(results)
     if target == "jax_ep_combine":
         # Sums of each (source, token) on this rank, which peers fetch: memory that XLA owns for this call.
         num_tokens = ctx.avals_out[0].shape[0]
-        rows = spec.num_slots(num_tokens) if spec.layout == "expert" else 0
+        rows = spec.num_slots(num_tokens) if spec.layout != "token" else 0
         results.append(_compat.result_aval(results[0], (rows, results[0].shape[1]), results[0].dtype))
     rule = jax.ffi.ffi_lowering(target, has_side_effect=False)
     return rule(ctx.replace(avals_out=results), *operands, **attributes)[:num_public]
 
 
-def _attributes(target: str, groups, avals_in, spec: Spec) -> dict:
+def _attributes(target: str, groups, ctx, spec: Spec, quantize: str | None) -> dict:
     """The attributes that every target takes; equal in all processes, so none of them says who we are."""
-    rows, config = avals_in[0], spec.config
-    row_bytes = rows.shape[1] * rows.dtype.itemsize
-    num_topk = _num_topk(target, avals_in)
+    config = spec.config
+    row_bytes = _row_bytes(ctx.avals_out[0])
+    num_topk = _num_topk(target, ctx.avals_in)
     shape = _ffi.arena_shape(spec.num_ranks, spec.num_experts, row_bytes, num_topk, config.staging_bytes)
     numbers = dict(
         num_ranks=spec.num_ranks,
         num_experts=spec.num_experts,
         num_topk=num_topk,
         row_bytes=row_bytes,
-        dtype=_DTYPE_CODE[rows.dtype.name],
+        side_bytes=0 if target == "jax_ep_combine" else _row_bytes(ctx.avals_out[1]),
+        dtype=_DTYPE_CODE.get(ctx.avals_in[0].dtype.name, _OPAQUE),
+        quantize=_QUANTIZE_CODE[quantize],
         layout=_LAYOUT_CODE[spec.layout],
         expert_alignment=spec.expert_alignment,
         zero_tail=spec.zero_tail,
@@ -88,9 +92,13 @@ def _attributes(target: str, groups, avals_in, spec: Spec) -> dict:
     )
 
 
+def _row_bytes(rows) -> int:
+    return rows.shape[1] * rows.dtype.itemsize
+
+
 def _num_topk(target: str, avals_in) -> int:
-    """Columns of topk_idx: the second operand of dispatch, the first handle array of the others."""
-    first = {"jax_ep_dispatch": 1, "jax_ep_redispatch": 2, "jax_ep_combine": 4}[target]
+    """Columns of topk_idx: the third operand of dispatch, the first handle array of the others."""
+    first = {"jax_ep_dispatch": 2, "jax_ep_redispatch": 3, "jax_ep_combine": 4}[target]
     return avals_in[first].shape[1]
 
 

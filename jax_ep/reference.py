@@ -18,7 +18,7 @@ from jax_ep import layout as layout_lib
 from jax_ep.layout import Spec
 
 
-def dispatch(x, topk_idx, topk_weights, *, spec: Spec) -> list[jax.Array]:
+def dispatch(x, side, topk_idx, topk_weights, window, *, spec: Spec, quantize: str | None) -> list[jax.Array]:
     """Routes and delivers; results as `primitives.dispatch_p` states."""
     num_tokens = x.shape[0]
     num_ranks, num_experts, capacity = spec.num_ranks, spec.num_experts, spec.capacity
@@ -31,26 +31,35 @@ def dispatch(x, topk_idx, topk_weights, *, spec: Spec) -> list[jax.Array]:
     table = lax.all_gather(own, spec.axis_name)  # [source, experts then ranks]
     expert_table, token_table = table[:, :num_experts], table[:, num_experts:]
 
-    # Slots: distinct tokens per destination, ordered by (source, token).
-    first_slot = layout_lib.exclusive_sum(token_table)[rank]
-    slot = jnp.where(in_rank, first_slot + jnp.cumsum(in_rank, axis=0, dtype=jnp.int32) - 1, -1)
-    recv_tokens = token_table[:, rank]
-    num_wanted = jnp.sum(recv_tokens, dtype=jnp.int32)
-    recv_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(recv_tokens, dtype=jnp.int32)])
-    if spec.layout == "token":
-        slot = jnp.where(slot < capacity, slot, -1)
-        recv_offsets = jnp.minimum(recv_offsets, capacity)
-
-    # Rows: where each of this rank's entries lands on the rank of its expert.
+    # What every rank wants, and the window of it that this call carries.
     num_rows = jnp.sum(expert_table, axis=0, dtype=jnp.int32)
     starts, padded = layout_lib.group_starts(num_rows, spec)
+    demands = layout_lib.demands(padded, jnp.sum(token_table, axis=0, dtype=jnp.int32), spec)
+    num_windows = layout_lib.num_windows(demands, capacity)
+    first, size = layout_lib.window_rows(window[0], num_windows, capacity)
+
+    def in_window(row):
+        row = row - first
+        return jnp.where((row >= 0) & (row < size), row, -1)
+
+    # Slots: distinct tokens per destination, ordered by (source, token).
+    first_slot = layout_lib.exclusive_sum(token_table)[rank]
+    slot = first_slot + jnp.cumsum(in_rank, axis=0, dtype=jnp.int32) - 1
+    slot = jnp.where(in_rank, in_window(slot) if spec.layout == "token" else slot, -1)
+    recv_tokens = token_table[:, rank]
+    recv_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(recv_tokens, dtype=jnp.int32)])
+    if spec.layout == "token":
+        recv_offsets = jnp.clip(recv_offsets - first, 0, size)
+
+    # Rows: where each of this rank's entries lands on the rank of its expert.
     safe_idx = jnp.maximum(idx, 0)
     if spec.layout == "token":
         dst_row = jnp.take_along_axis(slot, safe_idx // spec.num_local_experts, axis=1)
     else:
         first_row = starts + layout_lib.exclusive_sum(expert_table)[rank]
-        dst_row = first_row[safe_idx] + layout_lib.place_in_expert(idx, own_counts)
-        dst_row = jnp.where(dst_row < capacity, dst_row, -1)
+        dst_row = in_window(first_row[safe_idx] + layout_lib.place_in_expert(idx, own_counts))
+        if spec.layout == "batched":
+            dst_row = jnp.where(dst_row >= 0, safe_idx % spec.num_local_experts * capacity + dst_row, -1)
     dst_row = jnp.where(idx >= 0, dst_row, -1)
 
     # What this rank receives, in slot order.
@@ -65,56 +74,65 @@ def dispatch(x, topk_idx, topk_weights, *, spec: Spec) -> list[jax.Array]:
     meta = jnp.where(is_local, local if spec.layout == "token" else _gather(dst_row, spec), -1)
     slot_meta = _take(meta, slot_source, -1)
 
-    own_experts = slice_of_rank(jnp.stack([starts, padded, num_rows]), rank, spec)
+    demand = demands[rank]
     if spec.layout == "token":
         counts = layout_lib.count_experts(slot_meta, spec.num_local_experts)
         group_sizes = jnp.zeros_like(counts)
-        demand, num_kept = num_wanted, recv_offsets[-1]
-        num_dropped = num_wanted - num_kept
+        num_outside = demand - recv_offsets[-1]
     else:
-        start, size, num_rows = own_experts
-        group_sizes = jnp.minimum(start + size, capacity) - jnp.minimum(start, capacity)
-        counts = jnp.maximum(jnp.minimum(start + num_rows, capacity) - start, 0)
-        demand, num_kept = jnp.sum(size, dtype=jnp.int32), num_wanted
-        num_dropped = jnp.sum(num_rows - counts, dtype=jnp.int32)
+        start, padded, num_rows = slice_of_rank(jnp.stack([starts, padded, num_rows]), rank, spec)
+        # Groups and rows as far as they lie in the window. (Their starts, not their ends, are free of overflow.)
+        begin = jnp.clip(start - first, 0, size)
+        group_sizes = jnp.clip(start + padded - first, 0, size) - begin
+        counts = jnp.clip(start + num_rows - first, 0, size) - begin
+        num_outside = jnp.sum(num_rows - counts, dtype=jnp.int32)
+        if spec.layout == "batched":
+            group_sizes = jnp.zeros_like(group_sizes)
+    num_dropped = jnp.where(window[0] < 0, num_outside, 0)
     zero = jnp.zeros((), jnp.int32)
-    stats = jnp.stack([demand, num_dropped, num_invalid, zero, zero + 1, num_kept, zero, zero])
+    stats = jnp.stack([demand, num_dropped, num_invalid, zero, num_windows, recv_offsets[-1], zero, zero])
 
     handle = (idx, slot, dst_row, slot_meta, slot_token, recv_offsets, group_sizes, counts)
-    recv_x, recv_weights = redispatch(x, topk_weights, *handle, spec=spec)
     return [
-        recv_x, recv_weights, slot_meta, slot_token, group_sizes, counts, stats, idx, slot, dst_row, recv_offsets,
+        *redispatch(x, side, topk_weights, *handle, spec=spec, quantize=quantize),
+        slot_meta, slot_token, group_sizes, counts, stats, idx, slot, dst_row, recv_offsets,
     ]  # fmt: skip
 
 
 def redispatch(
-    x, weights, topk_idx, slot, dst_row, slot_meta, slot_token, recv_offsets, group_sizes, counts, *, spec: Spec
-) -> list[jax.Array]:
-    """Delivers rows and weights along a known routing; rows that hold nothing are 0."""
+    x, side, weights,
+    topk_idx, slot, dst_row, slot_meta, slot_token, recv_offsets, group_sizes, counts, *, spec: Spec,
+    quantize: str | None,
+) -> list[jax.Array]:  # fmt: skip
+    """Delivers rows, side and weights along a known routing; rows that hold nothing are 0."""
     num_topk = topk_idx.shape[1]
     source = _slot_sources(slot_token, recv_offsets, x.shape[0])
-    rows = _gather(x, spec)
     has_weights = weights.shape[0] > 0
     all_weights = _gather(weights, spec)
+
+    def deliver(row_source):
+        return [_move(x, row_source, spec), _move(side, row_source, spec) if side.shape[1] > 0 else side]
+
     if spec.layout == "token":
-        recv_x = _take(rows, source, 0)
+        rows = deliver(source)
         if has_weights:
-            return [recv_x, jnp.where(slot_meta >= 0, _take(all_weights, source, 0), 0)]
-        return [recv_x, jnp.zeros((0, num_topk), jnp.float32)]
+            return [*rows, jnp.where(slot_meta >= 0, _take(all_weights, source, 0), 0)]
+        return [*rows, jnp.zeros((0, num_topk), jnp.float32)]
 
     # The entry (source, token, k) of each row, through the rows that the slots name.
     entry = jnp.where(source >= 0, source * num_topk, 0)[:, None] + jnp.arange(num_topk, dtype=jnp.int32)
-    target = jnp.where(slot_meta >= 0, slot_meta, spec.capacity)
-    row_entry = jnp.full(spec.capacity, -1, jnp.int32).at[target].set(entry, mode="drop")
-    recv_x = _take(rows, jnp.where(row_entry >= 0, row_entry // num_topk, -1), 0)
+    target = jnp.where(slot_meta >= 0, slot_meta, spec.num_rows)
+    row_entry = jnp.full(spec.num_rows, -1, jnp.int32).at[target].set(entry, mode="drop")
+    rows = deliver(jnp.where(row_entry >= 0, row_entry // num_topk, -1))
     if has_weights:
-        return [recv_x, _take(all_weights.reshape(-1), row_entry, 0)]
-    return [recv_x, jnp.zeros(0, jnp.float32)]
+        return [*rows, _take(all_weights.reshape(-1), row_entry, 0)]
+    return [*rows, jnp.zeros(0, jnp.float32)]
 
 
 def combine(
     y, weights, scalars, bias,
     topk_idx, slot, dst_row, slot_meta, slot_token, recv_offsets, group_sizes, counts, *, spec: Spec,
+    quantize: str | None,
 ) -> list[jax.Array]:  # fmt: skip
     """Sums the rows of each token back at its source, and fetches one scalar per entry."""
     num_tokens, num_topk = topk_idx.shape
@@ -179,6 +197,12 @@ def _gather(a, spec: Spec):
 def _transpose_ranks(a, spec: Spec):
     """[destination, ...] -> [source, ...]."""
     return a if a.size == 0 else lax.all_to_all(a, spec.axis_name, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _move(rows, row_source, spec: Spec):
+    """Row `row_source` of all ranks' rows; zero bits where it is -1 (not every float type has a number 0)."""
+    bits = lax.bitcast_convert_type(rows, jnp.dtype(f"uint{jax.dtypes.itemsize_bits(rows.dtype)}"))
+    return lax.bitcast_convert_type(_take(_gather(bits, spec), row_source, 0), rows.dtype)
 
 
 def _slot_sources(slot_token, recv_offsets, num_tokens: int):

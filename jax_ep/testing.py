@@ -224,6 +224,7 @@ def oracle_dispatch(
                 group_sizes[d, local] = min(end, capacity) - min(demand, capacity)
                 demand = end
         stats[d, :6] = demand, dropped, invalid[d].sum(), 0, 1, recv_offsets[d, -1]
+    stats[:, 4] = max(1, -(-int(stats[:, 0].max()) // max(capacity, 1)))
 
     return Oracle(
         x=recv_x,

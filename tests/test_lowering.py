@@ -69,11 +69,23 @@ def test_operands_and_results(make_mesh, usable):
     handle = ["4x2xi32", "4x2xi32", "4x2xi32", "8x2xi32", "8xi32", "3xi32", "2xi32", "2xi32"]
     assert by_target["jax_ep_dispatch"] == [
         (
-            ["4x16xf32", "4x2xi32", "4x2xf32"],
-            ["16x16xf32", "16xf32", "8x2xi32", "8xi32", "2xi32", "2xi32", "8xi32", *["4x2xi32"] * 3, "3xi32"],
+            ["4x16xf32", "0x0xui8", "4x2xi32", "4x2xf32", "1xi32"],
+            [
+                "16x16xf32",
+                "0x0xui8",
+                "16xf32",
+                "8x2xi32",
+                "8xi32",
+                "2xi32",
+                "2xi32",
+                "8xi32",
+                *["4x2xi32"] * 3,
+                "3xi32",
+            ],
         )
     ]
-    assert (["4x16xf32", "0x2xf32", *handle], ["16x16xf32", "0xf32"]) in by_target["jax_ep_redispatch"]
+    again = ["4x16xf32", "0x0xui8", "0x2xf32", *handle]
+    assert (again, ["16x16xf32", "0x0xui8", "0xf32"]) in by_target["jax_ep_redispatch"]
     forward = ["16x16xf32", "16xf32", "0xf32", "4x16xf32", *handle]
     backward = ["16x16xf32", "0xf32", "16xf32", "0x16xf32", *handle]
     assert (forward, ["4x16xf32", "0x2xf32", "8x16xf32"]) in by_target["jax_ep_combine"]
@@ -105,8 +117,8 @@ def test_attributes(make_mesh, usable):
     ((_, _, _, attributes),) = calls(text)
     numbers = {name: int(n) for name, n in re.findall(r"(\w+) = (-?\d+) : i64", attributes)}
     assert numbers == dict(
-        num_ranks=2, num_experts=4, num_topk=2, row_bytes=64, dtype=2, layout=0, expert_alignment=8, zero_tail=1,
-        num_sms=9, staging_bytes=16 << 20, force_staged=1,
+        num_ranks=2, num_experts=4, num_topk=2, row_bytes=64, side_bytes=0, dtype=2, quantize=0,
+        layout=0, expert_alignment=8, zero_tail=1, num_sms=9, staging_bytes=16 << 20, force_staged=1,
         setup_timeout_ns=3 * 10**9, first_timeout_ns=2 * 10**9, timeout_ns=15 * 10**8,
     )  # fmt: skip
     members = [(d.process_index, d.local_hardware_id) for d in mesh.devices.flat]
