@@ -3,7 +3,8 @@
 Every output is poisoned before every call; bytes are compared, so a row that nobody wrote is found. Covers direct
 and staged moves, both layouts, all payload types, bulk and vector copies, drops, alignment, -1 and invalid ids,
 duplicates, empty ranks, handle reuse, bias, weights and their cotangents, delays, repeated calls, time-outs.
-Run it alone: `JAX_PLATFORMS=cpu pytest tests/gpu/test_loopback.py` (also under compute-sanitizer).
+Run it alone: `JAX_PLATFORMS=cpu pytest --device gpu tests/gpu/test_loopback.py` with VIRTUAL of run.py; sanitize.py
+runs some of it under compute-sanitizer.
 """
 
 import dataclasses

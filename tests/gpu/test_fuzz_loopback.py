@@ -1,0 +1,128 @@
+"""Drawn routings through the kernels without XLA, forward and gradient, bit for bit against the NumPy oracle.
+
+The GPU twin of tests/test_fuzz.py: 17 routings through each of 12 sets of R ranks on R streams of one process. Every
+output is poisoned before every call. Bulk and vector copies and direct and staged moves take turns over the sets;
+test_loopback.py has every case on all of them, and says how such a file runs alone.
+"""
+
+import numpy as np
+import pytest
+import test_loopback as loopback
+from exchange_cases import Sizes
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from routing_fuzz import REPRODUCIBLE, exact_inputs, routings
+from test_loopback import Case
+
+from jax_ep import testing
+
+pytestmark = loopback.pytestmark
+ROUTINGS_PER_CASE = 17
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+CASES = [
+    Case(ranks=1, experts=6, topk=4, tokens=40, bias=True),
+    Case(ranks=2, experts=12, topk=3, tokens=65, alignment=16, dtype="f32", bulk=False),
+    Case(ranks=2, experts=64, topk=9, tokens=33, capacity=200, dtype="f16", staged=True),
+    Case(ranks=2, experts=8, topk=2, tokens=70, layout="token", bulk=False, staged=True),
+    Case(ranks=3, experts=9, topk=9, tokens=20, hidden=136, capacity=120, alignment=5, bulk=False),
+    Case(ranks=3, experts=30, topk=4, tokens=31, layout="token", dtype="f16", capacity=40, sms=2),
+    Case(ranks=4, experts=16, topk=6, tokens=33, hidden=520, capacity=160, alignment=16),
+    Case(ranks=4, experts=8, topk=2, tokens=37, weights=False, bias=True, bulk=False, staged=True),
+    Case(ranks=4, experts=32, topk=8, tokens=29, layout="token", dtype="f32", bias=True, staged=True),
+    Case(ranks=5, experts=20, topk=3, tokens=17, hidden=8, alignment=7, dtype="f32", sms=3),
+    Case(ranks=8, experts=16, topk=5, tokens=19, capacity=96, alignment=32, staged=True),
+    Case(ranks=8, experts=64, topk=8, tokens=23, layout="token", capacity=100, bulk=False, sms=8),
+]
+
+
+def sizes_of(case: Case) -> Sizes:
+    return Sizes(
+        case.ranks,
+        case.experts,
+        case.tokens,
+        case.topk,
+        case.hidden,
+        DTYPES[case.dtype],
+        layout=case.layout,
+        capacity=case.rows,
+        expert_alignment=case.alignment,
+    )
+
+
+class Ranks:
+    """The ranks of one case, repaired after a failed call, so that hypothesis can shrink what failed."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        self.ranks = loopback.make(case)
+
+    def begin(self) -> None:
+        if any(self.ranks.failure(r)["code"] for r in range(self.case.ranks)):
+            self.ranks.reset()
+
+    def put(self, **operands) -> None:
+        for name, value in operands.items():
+            if self.ranks.bytes(name):
+                for r in range(self.case.ranks):
+                    self.ranks.write(name, r, np.ascontiguousarray(value[r]).tobytes())
+
+    def call(self, op: str, results) -> None:
+        for name in results:
+            self.ranks.fill(name, 0xAB)
+        self.ranks.launch(op)
+        self.ranks.synchronize()
+        for r in range(self.case.ranks):
+            assert self.ranks.failure(r)["code"] == 0, self.ranks.failure(r)
+
+    def same(self, name: str, expected: np.ndarray, what: str = "") -> None:
+        if self.ranks.bytes(name):
+            got = loopback.read(self.ranks, self.case, name, expected)
+            testing.same_bits(got, expected, what or name)
+
+
+def check(ranks: Ranks, topk_idx: np.ndarray, data_seed: int) -> None:
+    case = ranks.case
+    i, oracle = exact_inputs(sizes_of(case), topk_idx, data_seed)
+    is_weighted = case.weights and case.layout != "token"
+    ranks.begin()
+
+    ranks.put(x=i.x, topk_idx=i.topk_idx, weights=i.topk_weights)
+    ranks.call("dispatch", loopback.RESULTS)
+    renamed = {"recv_x": "x", "recv_weights": "weights", "topk_clean": "topk_idx"}
+    for name in loopback.RESULTS:
+        ranks.same(name, getattr(oracle, renamed.get(name, name)))
+
+    ranks.put(y=i.y, y_weights=i.weights, bias=i.bias, scalars=i.g_recv_weights)
+    ranks.call("combine", ("out", "out_scalars", "partial"))
+    out = testing.oracle_combine(oracle, i.y, i.weights if is_weighted else None, i.bias if case.bias else None)
+    ranks.same("out", out)
+    g_x, g_topk_weights = testing.oracle_dispatch_grad(oracle, i.g_recv_x, i.g_recv_weights)
+    ranks.same("out_scalars", g_topk_weights, "gradient of topk_weights")
+
+    # Backward, dispatch is a plain sum of rows that need rounding, and combine a dispatch along the handle.
+    ranks.put(y=i.g_recv_x, y_weights=np.where(np.isnan(i.weights), np.nan, 1).astype(np.float32), bias=0 * i.g_out)
+    ranks.call("combine", ("out", "out_scalars", "partial"))
+    ranks.same("out", g_x, "gradient of x")
+    ranks.put(x=i.g_out)
+    ranks.call("redispatch", ("recv_x", "recv_weights"))
+    ranks.same("recv_x", testing.oracle_redispatch(oracle, i.g_out), "gradient of y")
+    ranks.same("recv_weights", oracle.weights, "weights along the handle")
+
+
+def test_enough_routings_over_few_cases():
+    assert len(set(CASES)) == len(CASES) <= 12 and len(CASES) * ROUTINGS_PER_CASE >= 200
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_drawn_routings(number):
+    case = CASES[number]
+    ranks = Ranks(case)
+
+    @seed(number)
+    @settings(REPRODUCIBLE, max_examples=ROUTINGS_PER_CASE)
+    @given(routings(sizes_of(case)), st.integers(0, 99))
+    def run(topk_idx, data_seed):
+        check(ranks, topk_idx, data_seed)
+
+    run()

@@ -1,0 +1,68 @@
+"""tests/gpu/run.py and sanitize.py: what a stage came to, read from its log. Nothing is run on a GPU here."""
+
+import pathlib
+import sys
+
+import pytest
+
+GPU = pathlib.Path(__file__).parent / "gpu"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """The two scripts as modules; they stand beside each other, not on the path."""
+    monkeypatch.syspath_prepend(str(GPU))
+    import run
+    import sanitize
+
+    yield run, sanitize
+    for name in ("run", "sanitize"):
+        del sys.modules[name]
+
+
+CLEAN = "========= ERROR SUMMARY: 0 errors\n"
+WAITED = "E       AssertionError: {'code': 1, 'phase': 2}\n"
+LOGS = {
+    # log, exit status, state, words of the note
+    "good": (
+        "....\n20 passed, 9 deselected in 33.10s\n" + CLEAN,
+        0,
+        "passed",
+        "20 passed, 9 deselected, ERROR SUMMARY",
+    ),
+    "two ranks": ("[0] 3 passed in 1.00s\n[1] 3 passed in 1.20s\n", 0, "passed", "3 passed"),
+    "no test ran": ("Traceback\n", 0, "FAILED", "see its log"),
+    "a test failed": ("FAILED a.py::b - x\n1 failed, 3 passed in 2.0s\n", 1, "FAILED", "FAILED a.py::b"),
+    "a bad access": ("20 passed in 3.1s\n========= ERROR SUMMARY: 3 errors\n", 9, "FAILED", "ERROR SUMMARY: 3 errors"),
+    "out of time": ("....", -1, "TIME-OUT", ""),
+    "other device": ("========= Error: Device not supported\n", 1, "not run", "does not accept"),
+    "one kernel at a time": (WAITED * 2 + "2 failed, 9 deselected in 41.0s\n" + CLEAN, 1, "not run", "side by side"),
+    "one test timed out": (WAITED + "FAILED a.py::b\n1 failed, 3 passed in 41.0s\n" + CLEAN, 1, "FAILED", "a.py::b"),
+    "another fault": (WAITED + "FAILED a.py::b\n2 failed in 41.0s\n" + CLEAN, 1, "FAILED", "a.py::b"),
+}
+
+
+@pytest.mark.parametrize("case", LOGS)
+def test_outcome_of_a_log(scripts, case):
+    run, sanitize = scripts
+    text, status, state, words = LOGS[case]
+    stage = sanitize.stages("compute-sanitizer")[0]
+    outcome = run._outcome(run.launch.TIMED_OUT if status < 0 else status, 1.0, text, stage)
+    assert outcome.state == state and words in outcome.note
+
+
+def test_plain_stages_are_never_excused(scripts):
+    """ "not run" is for tools that cannot run; the suite itself has no such way out."""
+    run, _ = scripts
+    text, status, *_ = LOGS["one kernel at a time"]
+    assert run._outcome(status, 1.0, text, run.Stage("plain", None, 9, ())).state == "FAILED"
+
+
+def test_stages_name_files_that_exist(scripts):
+    run, sanitize = scripts
+    plan = [*run.stages("cache"), *sanitize.stages("compute-sanitizer")]
+    named = {t for stage in plan for t in stage.tests if t.endswith(".py")}
+    assert named and all((GPU / t).is_file() for t in named)
+    alone = {"test_exchange_devices.py"}  # only where there are several GPUs
+    assert {p.name for p in GPU.glob("test_*.py")} == named | alone
+    assert len({stage.name for stage in plan}) == len(plan)
