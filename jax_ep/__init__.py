@@ -7,6 +7,8 @@ from jax_ep.bootstrap import reset as reset
 from jax_ep.combine import combine as combine
 from jax_ep.config import Config as Config
 from jax_ep.dispatch import dispatch as dispatch
+from jax_ep.experts import balance as balance
+from jax_ep.experts import gather_replicas as gather_replicas
 from jax_ep.layout import Handle as Handle
 from jax_ep.layout import Recv as Recv
 from jax_ep.quantize import Quantized as Quantized

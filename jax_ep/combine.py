@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -77,7 +79,7 @@ def combine(
       request and a rounding order that does not depend on arrival.
     """
     shapes.not_implemented("combine", quantize=quantize)
-    handle = shapes.handle("combine", handle)
+    handle = dataclasses.replace(shapes.handle("combine", handle), load=None)  # no residual of the backward pass
     spec = handle.spec
     num_tokens, num_topk = handle.topk_idx.shape
     y = shapes.rows_of_handle("combine", "y", y, spec.capacity, "capacity")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _compat, autodiff, shapes
+from jax_ep import _compat, autodiff, experts, shapes
 from jax_ep import layout as layout_lib
 from jax_ep.config import Config
 from jax_ep.layout import Handle, Recv, Spec
@@ -26,6 +28,7 @@ def dispatch(
     quantize: str | None = None,
     zero_tail: bool = True,
     expert_map: jax.Array | None = None,
+    num_physical_experts: int | None = None,
     window: jax.Array | None = None,
     config: Config | None = None,
     implementation: str | None = None,
@@ -87,7 +90,13 @@ def dispatch(
       zero_tail: whether rows past the last group are 0 rather than undefined. Default True; the cost is one write
         of these rows. Padding inside groups is always 0, and gradients are exact either way.
       quantize: reserved; anything but None raises NotImplementedError.
-      expert_map: reserved, likewise.
+      expert_map: [num_experts, max_replicas] any integer type, may be traced, the same on all ranks: physical ids
+        of each logical expert's replicas, padded with -1 (see `jax_ep.balance`). topk_idx and num_experts are then
+        logical; rows, groups and ids at the receiver are physical, and physical expert p lives on rank
+        p // (num_physical_experts / num_ranks). Entry (token, k) of rank r takes replica number
+        (r + token) % (replicas of its expert). Ids outside [0, num_physical_experts) are no replicas; entries of an
+        expert without any count as -1 and in num_masked. None: each expert is its own only replica.
+      num_physical_experts: static int, a multiple of the number of ranks; goes with expert_map only.
       window: reserved, likewise.
       config: `jax_ep.Config`, the same on all ranks; None: its defaults.
       implementation: "cuda" (never falls back), "xla" (pure JAX, every backend), or None: cuda where all ranks of
@@ -118,7 +127,7 @@ def dispatch(
       are those that `jax.lax.ragged_dot` takes. Unlike there, rows are grouped by expert on request, any number
       of ranks works, and the routing travels in a handle of plain arrays.
     """
-    shapes.not_implemented("dispatch", quantize=quantize, expert_map=expert_map, window=window)
+    shapes.not_implemented("dispatch", quantize=quantize, window=window)
     if handle is not None:
         shapes.only_with_routing(
             "dispatch",
@@ -130,6 +139,8 @@ def dispatch(
             mode=(mode, "auto"),
             capacity=(capacity, None),
             expert_alignment=(expert_alignment, 1),
+            expert_map=(expert_map, None),
+            num_physical_experts=(num_physical_experts, None),
             config=(config, None),
             implementation=(implementation, None),
         )
@@ -139,7 +150,9 @@ def dispatch(
     shapes.mode("dispatch", mode)
     names = shapes.axis_names("dispatch", axis_name)
     num_ranks = shapes.num_ranks("dispatch", names)
-    num_experts = shapes.num_experts("dispatch", num_experts, num_ranks, names)
+    expert_map, num_experts, num_physical = shapes.physical_experts(
+        "dispatch", expert_map, num_physical_experts, num_experts, num_ranks, names
+    )
     x = shapes.payload("dispatch", "x", x, "[num_tokens, hidden]")
     idx = shapes.topk_idx("dispatch", topk_idx, num_experts, x.shape[0])
     weights = shapes.topk_weights("dispatch", topk_weights, idx.shape)
@@ -147,18 +160,22 @@ def dispatch(
     spec = Spec(
         axis_name=names,
         num_ranks=num_ranks,
-        num_experts=num_experts,
+        num_experts=num_physical,
         layout=layout,
         capacity=shapes.capacity(
-            "dispatch", capacity, expert_alignment, layout, num_ranks, num_tokens, num_topk, num_experts // num_ranks
+            "dispatch", capacity, expert_alignment, layout, num_ranks, num_tokens, num_topk, num_physical // num_ranks
         ),
         expert_alignment=int(expert_alignment),
         zero_tail=bool(zero_tail),
         implementation=shapes.implementation("dispatch", implementation),
         config=shapes.config("dispatch", config),
     )
+    logical_idx, num_masked = idx, None
+    if expert_map is not None:
+        idx, num_masked = experts.choose_replicas(idx, expert_map, num_physical, names)
     arrays = (x, autodiff.no_side(), idx, weights, jnp.full(1, -1, jnp.int32))
     recv_x, _, recv_weights, handle = autodiff.dispatch(spec, quantize, *_compat.vary_together(arrays, names))
+    handle = experts.with_load(handle, logical_idx, num_experts, num_masked)
     if topk_weights is None:
         recv_weights = None
     elif num_tokens == 0:  # no rank has a token, and the primitive cannot tell empty weights from absent ones
@@ -172,8 +189,8 @@ def _dispatch_again(x, handle: Handle, zero_tail: bool, quantize: str | None) ->
     num_tokens, num_topk = handle.topk_idx.shape
     x = shapes.rows_of_handle("dispatch", "x", x, num_tokens, "num_tokens")
     weights = jnp.zeros((0, num_topk), jnp.float32)
-    x, side, weights, handle = _compat.vary_with_handle((x, autodiff.no_side(), weights), handle)
-    recv_x, _, _ = autodiff.redispatch(bool(zero_tail), quantize, x, side, weights, handle)
+    arrays, routing = (x, autodiff.no_side(), weights), dataclasses.replace(handle, load=None)
+    recv_x, _, _ = autodiff.redispatch(bool(zero_tail), quantize, *_compat.vary_with_handle(arrays, routing))
     return _recv(recv_x, None, handle)
 
 
@@ -190,5 +207,6 @@ def _recv(recv_x, recv_weights, handle: Handle) -> Recv:
         num_invalid=handle.stats[layout_lib.NUM_INVALID],
         num_masked=handle.stats[layout_lib.NUM_MASKED],
         num_windows=handle.stats[layout_lib.NUM_WINDOWS],
+        load=handle.load,
         handle=handle,
     )

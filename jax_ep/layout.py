@@ -24,7 +24,7 @@ class Spec:
 
     axis_name: tuple[str, ...]
     num_ranks: int
-    num_experts: int
+    num_experts: int  # physical ones, where dispatch had an expert_map
     layout: str  # "expert" | "token" | "batched"
     capacity: int
     expert_alignment: int
@@ -58,7 +58,7 @@ class Handle:
     -1 means "none" everywhere. Under `jax.checkpoint` the arrays carry the name "jax_ep_handle".
     """
 
-    topk_idx: jax.Array  # [T, K] global expert; entries outside [0, num_experts) are -1
+    topk_idx: jax.Array  # [T, K] global (physical) expert; entries outside [0, num_experts) are -1
     slot: jax.Array  # [T, R] slot of token t on rank d
     dst_row: jax.Array  # [T, K] row of entry (t, k) in recv.x of its expert's rank; -1: dropped or not routed
     slot_meta: jax.Array  # [S, K] "expert": row in recv.x of (slot, k); "token": local expert
@@ -68,6 +68,7 @@ class Handle:
     counts: jax.Array  # [L] kept rows ("expert") or kept (token, expert) pairs ("token")
     stats: jax.Array  # [8] demand, num_dropped, num_invalid, num_masked, num_windows, num_slots, 0, 0
     spec: Spec = dataclasses.field(metadata={"static": True})
+    load: jax.Array | None = None  # as in `Recv`, for later ones; no operation reads it
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
@@ -97,8 +98,9 @@ class Recv:
     demand: jax.Array  # i32 scalar: rows wanted before dropping, padded
     num_dropped: jax.Array  # i32 scalar: rows of this rank that did not fit into C
     num_invalid: jax.Array  # i32 scalar: ids outside [-1, num_experts) among this rank's own entries
-    num_masked: jax.Array  # i32 scalar: always 0 so far
+    num_masked: jax.Array  # i32 scalar: this rank's own entries whose expert has no replica in expert_map
     num_windows: jax.Array  # i32 scalar: always 1 so far
+    load: jax.Array  # i32 [num_experts] this rank's own entries per logical expert, before dropping
     handle: Handle
 
 

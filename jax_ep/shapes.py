@@ -63,20 +63,91 @@ def num_ranks(op: str, names: tuple[str, ...]) -> int:
     return size
 
 
-def num_experts(op: str, value, size: int, names: tuple[str, ...]) -> int:
+def num_experts(op: str, value, size: int, names: tuple[str, ...], name: str = "num_experts") -> int:
     """Experts of the whole group; every rank holds the same number."""
     if value is None:
-        raise TypeError(f"{op}: num_experts is missing; pass the number of experts of the whole group")
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{op}: got num_experts={value!r}, expected a static int")
-    if value < 1 or value % size:
+        raise TypeError(f"{op}: {name} is missing; pass the number of experts of the whole group")
+    value = positive_int(op, name, value, f"a positive multiple of {size}")
+    if value % size:
         raise ValueError(
-            f"{op}: got num_experts={value} over {size} ranks (axis {_spell(names)}), expected a positive multiple "
-            f"of {size}; change num_experts to e.g. {round_up(max(value, 1), size)}, or the axis"
+            f"{op}: got {name}={value} over {size} ranks (axis {_spell(names)}), expected a positive multiple "
+            f"of {size}; change {name} to e.g. {round_up(value, size)}, or the axis"
         )
     if value > _INT32_MAX // 2:
-        raise ValueError(f"{op}: got num_experts={value}, expected at most {_INT32_MAX // 2}")
+        raise ValueError(f"{op}: got {name}={value}, expected at most {_INT32_MAX // 2}")
+    return value
+
+
+def positive_int(op: str, name: str, value, expected: str = "1 or more") -> int:
+    """A static positive int."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{op}: got {name}={value!r}, expected a static int")
+    if value < 1:
+        raise ValueError(f"{op}: got {name}={value}, expected {expected}")
     return int(value)
+
+
+def physical_experts(
+    op: str, expert_map, value, experts: int | None, size: int, names: tuple[str, ...]
+) -> tuple[jax.Array | None, int, int]:
+    """The map or None, the logical and the physical number of experts; both are equal without a map."""
+    if expert_map is None:
+        if value is not None:
+            raise TypeError(
+                f"{op}: got num_physical_experts={value!r} without expert_map=, expected both or neither; "
+                "pass the map, or only num_experts"
+            )
+        experts = num_experts(op, experts, size, names)
+        return None, experts, experts
+    if value is None:
+        raise TypeError(f"{op}: got expert_map= without num_physical_experts=; pass the static number of its ids")
+    experts = num_experts(op, experts, 1, names)  # the ranks divide the physical experts
+    return expert_ids(op, expert_map, experts), experts, num_experts(op, value, size, names, "num_physical_experts")
+
+
+def expert_ids(op: str, expert_map, experts: int | None) -> jax.Array:
+    """An expert map as i32 [num_experts, max_replicas]."""
+    expert_map = expert_map if isinstance(expert_map, (np.ndarray, jax.Array)) else jnp.asarray(expert_map)
+    rows = "num_experts" if experts is None else experts
+    if not jnp.issubdtype(expert_map.dtype, jnp.integer):
+        raise TypeError(f"{op}: got expert_map of dtype {expert_map.dtype}, expected an integer type; cast it to int32")
+    if expert_map.ndim != 2 or 0 in expert_map.shape or (experts is not None and expert_map.shape[0] != experts):
+        raise ValueError(
+            f"{op}: got expert_map of shape {expert_map.shape}, expected [{rows}, max_replicas]: the physical ids of "
+            "each logical expert, padded with -1"
+        )
+    return _int32(op, "expert_map", expert_map)
+
+
+def balance(op: str, load, replicas, ranks) -> tuple[np.ndarray, int, int]:
+    """Loads as float64 [num_experts], and how many replicas on how many ranks."""
+    if isinstance(load, jax.core.Tracer):
+        raise TypeError(f"{op}: got a traced load, expected concrete numbers; call it outside jax.jit and shard_map")
+    load = np.asarray(load).astype(np.float64)
+    if load.ndim != 1 or load.size == 0:
+        raise ValueError(f"{op}: got load of shape {load.shape}, expected [num_experts]; sum it over ranks and steps")
+    if not np.all(np.isfinite(load) & (load >= 0)):
+        raise ValueError(f"{op}: got a load that is negative or not finite, expected numbers >= 0")
+    ranks = positive_int(op, "num_ranks", ranks)
+    replicas = positive_int(op, "num_replicas", replicas)
+    if replicas < load.size or replicas % ranks:
+        least = round_up(load.size, ranks)
+        raise ValueError(
+            f"{op}: got num_replicas={replicas} for {load.size} experts on {ranks} ranks, expected a multiple of "
+            f"{ranks} that is at least {load.size}; use e.g. {max(least, round_up(replicas, ranks))}"
+        )
+    return load, replicas, ranks
+
+
+def expert_params(op: str, a, experts: int) -> jax.Array:
+    """An array of one row per logical expert."""
+    a = jnp.asarray(a)
+    if a.ndim == 0 or a.shape[0] != experts:
+        raise ValueError(
+            f"{op}: got an array of shape {a.shape} in params, expected [{experts}, ...] like the rows of expert_map; "
+            "call it on the weights of all experts, outside shard_map, and leave out what is no expert's"
+        )
+    return a
 
 
 def payload(op: str, name: str, x, shape: str) -> jax.Array:
@@ -160,15 +231,7 @@ def topk_idx(op: str, idx, experts: int, num_tokens: int | None = None) -> jax.A
             f"{op}: got num_topk={idx.shape[1]} (topk_idx of shape {idx.shape}), expected 1 to {limit} "
             f"(at most {MAX_TOPK}, and at most num_experts={experts}); route each token to fewer experts"
         )
-    # A plain cast would wrap: uint32 2**32 - 1 would become -1, "not routed", without a word.
-    info = jnp.iinfo(idx.dtype)
-    if info.max > _INT32_MAX or info.min < -_INT32_MAX - 1:
-        xp = np if isinstance(idx, np.ndarray) else jnp
-        low = max(int(info.min), -_INT32_MAX - 1)
-        idx = xp.clip(idx, xp.asarray(low, idx.dtype), xp.asarray(_INT32_MAX, idx.dtype))
-    idx = jnp.asarray(idx.astype(np.int32))
-    _no_explicit_sharding(op, "topk_idx", idx)
-    return idx
+    return _int32(op, "topk_idx", idx)
 
 
 def topk_weights(op: str, weights, shape: tuple[int, int]) -> jax.Array:
@@ -312,6 +375,18 @@ def only_with_routing(op: str, **arguments) -> None:
                 f"{op}: got {name}= beside handle=, expected only x, quantize and zero_tail: "
                 f"the handle carries routing and settings; remove {name}="
             )
+
+
+def _int32(op: str, name: str, idx) -> jax.Array:
+    # A plain cast would wrap: uint32 2**32 - 1 would become -1, "not routed", without a word.
+    info = jnp.iinfo(idx.dtype)
+    if info.max > _INT32_MAX or info.min < -_INT32_MAX - 1:
+        xp = np if isinstance(idx, np.ndarray) else jnp
+        low = max(int(info.min), -_INT32_MAX - 1)
+        idx = xp.clip(idx, xp.asarray(low, idx.dtype), xp.asarray(_INT32_MAX, idx.dtype))
+    idx = jnp.asarray(idx.astype(np.int32))
+    _no_explicit_sharding(op, name, idx)
+    return idx
 
 
 def _floats(op: str, name: str, value, shape: tuple[int, ...], why: str) -> jax.Array:

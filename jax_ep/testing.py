@@ -360,8 +360,32 @@ def within(got, expected, allowed, what: str = "") -> None:
         )
 
 
-def check_recv(recv: Recv, oracle: Oracle, *, zero_tail: bool = True) -> None:
-    """Asserts that a `Recv` stacked over ranks equals the oracle, bit for bit, handle included."""
+def oracle_replicas(topk_idx: np.ndarray, expert_map: np.ndarray, num_physical_experts: int):
+    """Physical ids [R, T, K] of logical ones, and per rank how many entries have an expert without a replica."""
+    physical, num_masked = np.full_like(topk_idx, -1), np.zeros(topk_idx.shape[0], np.int32)
+    for (rank, token, k), expert in np.ndenumerate(topk_idx):
+        if 0 <= expert < len(expert_map):
+            replicas = [p for p in expert_map[expert] if 0 <= p < num_physical_experts]
+            num_masked[rank] += not replicas
+            if replicas:
+                physical[rank, token, k] = replicas[(rank + token) % len(replicas)]
+    return physical, num_masked
+
+
+def oracle_load(topk_idx: np.ndarray, num_experts: int) -> np.ndarray:
+    """Entries of each rank per expert, i32 [R, num_experts]."""
+    load = np.zeros((topk_idx.shape[0], num_experts), np.int32)
+    for (rank, _, _), expert in np.ndenumerate(topk_idx):
+        if 0 <= expert < num_experts:
+            load[rank, expert] += 1
+    return load
+
+
+def check_recv(recv: Recv, oracle: Oracle, *, zero_tail: bool = True, load: np.ndarray | None = None) -> None:
+    """Asserts that a `Recv` stacked over ranks equals the oracle, bit for bit, handle included.
+
+    `load` is what recv.load must be; None: that of the oracle's ids (no expert_map).
+    """
     is_token = oracle.layout == "token"
     for rank, rows in enumerate(oracle.num_rows):
         end = None if zero_tail else rows
@@ -381,3 +405,6 @@ def check_recv(recv: Recv, oracle: Oracle, *, zero_tail: bool = True) -> None:
     for name in ("topk_idx", "slot", "dst_row", "slot_meta", "slot_token", "recv_offsets", "group_sizes", "counts"):
         same_bits(getattr(recv.handle, name), getattr(oracle, name), f"handle.{name}")
     same_bits(recv.handle.stats, oracle.stats, "handle.stats")
+    if load is None:
+        load = oracle_load(oracle.topk_idx, oracle.num_ranks * oracle.num_local_experts)
+    same_bits(recv.load, load, "recv.load")

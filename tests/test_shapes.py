@@ -99,7 +99,6 @@ def test_dispatch_mistakes(make_mesh, name):
         {"layout": "batched"},
         {"mode": "latency"},
         {"quantize": "fp8"},
-        {"expert_map": np.zeros((4, 1), np.int32)},
         {"window": 0},
     ],
     ids=lambda later: next(iter(later)),
