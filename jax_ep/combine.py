@@ -48,11 +48,12 @@ def combine(
       [1.5, 3.0, 12.0, 13.0]
 
     Args:
-      y: [capacity, hidden] bfloat16, float16 or float32, rows as in recv.x; hidden and dtype may differ from x's,
-        rows are a positive multiple of 16 bytes. Rows that hold no token are never read.
+      y: [capacity, hidden] (layout "batched": [num_local_experts, capacity, hidden]) bfloat16, float16 or float32,
+        rows as in recv.x; hidden and dtype may differ from x's, rows are a positive multiple of 16 bytes. Rows that
+        hold no token are never read.
       handle: `recv.handle` of the dispatch whose rows y are. An older handle stays right after newer dispatches.
-      weights: layout "expert": [capacity] any float type, used as float32, usually recv.weights; None: 1. In
-        layout "token" it is a TypeError: the expert computation applies recv.weights there.
+      weights: [capacity] ("batched": [num_local_experts, capacity]) any float type, used as float32, usually
+        recv.weights; None: 1. In layout "token" it is a TypeError: the expert computation applies recv.weights there.
       bias: [num_tokens, hidden] in y's dtype, added once in float32; None: nothing.
       quantize: reserved; anything but None raises NotImplementedError.
 
@@ -72,7 +73,7 @@ def combine(
       Deterministic: equal bits on every run. Unweighted sums are also equal between implementations; weighted
       ones within num_topk * 2**-23 * sum |w*y| plus one ulp per rounding, because XLA may fuse multiply and add.
       Under `jax.checkpoint` the result is named "jax_ep_out".
-      Memory: the result, and in layout "expert" [num_ranks * num_tokens, hidden] of partial sums.
+      Memory: the result, and except in layout "token" [num_ranks * num_tokens, hidden] of partial sums.
 
     Source:
       The contract follows DeepEP's combine (https://github.com/deepseek-ai/DeepEP), with weights applied here on
@@ -82,7 +83,7 @@ def combine(
     handle = dataclasses.replace(shapes.handle("combine", handle), load=None)  # no residual of the backward pass
     spec = handle.spec
     num_tokens, num_topk = handle.topk_idx.shape
-    y = shapes.rows_of_handle("combine", "y", y, spec.capacity, "capacity")
+    y = shapes.expert_rows("combine", y, spec)
     weights = shapes.combine_weights("combine", weights, spec)
     bias = shapes.bias("combine", bias, num_tokens, y)
     scalars = jnp.zeros((0, num_topk) if spec.layout == "token" else 0, jnp.float32)

@@ -43,9 +43,10 @@ def dispatch(
                           (then pad the group of e with zero rows to a multiple of expert_alignment)
         layout="token":   for source rank: for token:
                               if some topk_idx[token, :] is local: next row = x[token]
+        layout="batched": as "expert", but every local expert has `capacity` rows of its own, x[e, 0], x[e, 1], ...
 
-    Weights travel with their rows and are not applied. A token that has several experts on one rank crosses once in
-    layout "token", once per expert in layout "expert".
+    Weights travel with their rows and are not applied. A token that has several experts on one rank becomes one row
+    in layout "token", one row per expert in the others.
 
     Example:
       Two ranks with two tokens each and four experts; experts 0 and 1 live on rank 0, 2 and 3 on rank 1.
@@ -79,16 +80,20 @@ def dispatch(
       axis_name: mesh axis of the expert-parallel group, or a tuple of axes (major first).
       handle: `recv.handle` of an earlier dispatch: sends a second tensor along the same routing, without
         exchanging it again. Only x, quantize and zero_tail go with it; everything else comes from the handle.
-      layout: "expert" (rows grouped by local expert, what grouped matrix products take) or "token" (one row per
-        token that reaches this rank, with its local ids and weights beside it).
+      layout: "expert" (rows grouped by local expert, what grouped matrix products take), "token" (one row per
+        token that reaches this rank, with its local ids and weights beside it) or "batched" (equally many rows for
+        every local expert, what batched matrix products take).
       mode: "auto" or "throughput", which are the same so far.
       capacity: rows of the receive array, a multiple of expert_alignment. None: the worst case, so that nothing
         is ever dropped: num_ranks * num_tokens * num_topk rows plus padding ("expert"), num_ranks * num_tokens
-        ("token"). That is large; recv.demand says how many rows a step really wanted. Rows beyond the capacity
-        are dropped in the order above: they give 0 in combine and in gradients, and count in num_dropped.
+        ("token"). In layout "batched" it counts the rows of each local expert, None: num_ranks * num_tokens, which
+        drops nothing unless an expert repeats within a token. That is large; recv.demand says how many rows a step
+        really wanted. Rows beyond the capacity are dropped in the order above: they give 0 in combine and in
+        gradients, and count in num_dropped.
       expert_alignment: layout "expert": every group starts at a multiple of it. Default 1: no padding.
-      zero_tail: whether rows past the last group are 0 rather than undefined. Default True; the cost is one write
-        of these rows. Padding inside groups is always 0, and gradients are exact either way.
+      zero_tail: whether rows past the last group ("batched": past counts[e] of each expert) are 0 rather than
+        undefined. Default True; the cost is one write of these rows. Padding inside groups is always 0, and
+        gradients are exact either way.
       quantize: reserved; anything but None raises NotImplementedError.
       expert_map: [num_experts, max_replicas] any integer type, may be traced, the same on all ranks: physical ids
         of each logical expert's replicas, padded with -1 (see `jax_ep.balance`). topk_idx and num_experts are then
@@ -179,7 +184,7 @@ def dispatch(
     if topk_weights is None:
         recv_weights = None
     elif num_tokens == 0:  # no rank has a token, and the primitive cannot tell empty weights from absent ones
-        shape = (spec.capacity, num_topk) if layout == "token" else (spec.capacity,)
+        shape = (spec.num_rows, num_topk) if layout == "token" else (spec.num_rows,)
         recv_weights = jnp.zeros_like(recv_weights, shape=shape)
     return _recv(recv_x, recv_weights, handle)
 
@@ -195,12 +200,17 @@ def _dispatch_again(x, handle: Handle, zero_tail: bool, quantize: str | None) ->
 
 
 def _recv(recv_x, recv_weights, handle: Handle) -> Recv:
-    is_token = handle.spec.layout == "token"
+    spec = handle.spec
+    is_token = spec.layout == "token"
+    if spec.layout == "batched":  # the primitives know flat rows only
+        shape = (spec.num_local_experts, spec.capacity)
+        recv_x = recv_x.reshape(*shape, recv_x.shape[1])
+        recv_weights = None if recv_weights is None else recv_weights.reshape(shape)
     return Recv(
         x=recv_x,
         weights=recv_weights,
         topk_idx=handle.slot_meta if is_token else None,
-        group_sizes=None if is_token else handle.group_sizes,
+        group_sizes=handle.group_sizes if spec.layout == "expert" else None,
         counts=handle.counts,
         demand=handle.stats[layout_lib.DEMAND],
         num_dropped=handle.stats[layout_lib.NUM_DROPPED],

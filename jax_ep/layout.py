@@ -54,18 +54,19 @@ class Handle:
 
     A pytree of i32 arrays with static metadata, plain data without addresses: it may be a scan carry, a
     checkpoint residual, donated or exported. Sizes: T tokens, K = num_topk, R ranks, L local experts,
-    S = capacity (layout "token") or R*T (layout "expert") slots. Slots are ordered by (source rank, token).
+    S = capacity (layout "token") or R*T (the others) slots. Slots are ordered by (source rank, token). Rows are
+    numbered flat: expert * capacity + position in layout "batched".
     -1 means "none" everywhere. Under `jax.checkpoint` the arrays carry the name "jax_ep_handle".
     """
 
     topk_idx: jax.Array  # [T, K] global (physical) expert; entries outside [0, num_experts) are -1
     slot: jax.Array  # [T, R] slot of token t on rank d
     dst_row: jax.Array  # [T, K] row of entry (t, k) in recv.x of its expert's rank; -1: dropped or not routed
-    slot_meta: jax.Array  # [S, K] "expert": row in recv.x of (slot, k); "token": local expert
+    slot_meta: jax.Array  # [S, K] "token": local expert; the others: row in recv.x of (slot, k)
     slot_token: jax.Array  # [S] token index at the source
     recv_offsets: jax.Array  # [R + 1] first slot of each source; the last entry is the number of slots
-    group_sizes: jax.Array  # [L] rows per local expert, padded, after dropping (zeros in layout "token")
-    counts: jax.Array  # [L] kept rows ("expert") or kept (token, expert) pairs ("token")
+    group_sizes: jax.Array  # [L] "expert": rows per local expert, padded, after dropping; the others: zeros
+    counts: jax.Array  # [L] kept rows, or kept (token, expert) pairs ("token")
     stats: jax.Array  # [8] demand, num_dropped, num_invalid, num_masked, num_windows, num_slots, 0, 0
     spec: Spec = dataclasses.field(metadata={"static": True})
     load: jax.Array | None = None  # as in `Recv`, for later ones; no operation reads it
@@ -90,12 +91,12 @@ class Handle:
 class Recv:
     """What dispatch returns on each rank. C = capacity, H = hidden, K = num_topk, L = num_local_experts."""
 
-    x: jax.Array  # [C, H] rows sent to this rank
-    weights: jax.Array | None  # f32 [C] ("expert") or [C, K], 0 where not local ("token")
-    topk_idx: jax.Array | None  # "token": i32 [C, K] local expert, -1 elsewhere; "expert": None
+    x: jax.Array  # [C, H] rows sent to this rank; "batched": [L, C, H]
+    weights: jax.Array | None  # f32 [C] ("expert"), [L, C] ("batched") or [C, K], 0 where not local ("token")
+    topk_idx: jax.Array | None  # "token": i32 [C, K] local expert, -1 elsewhere; the others: None
     group_sizes: jax.Array | None  # "expert": i32 [L] padded rows per local expert, what ragged_dot takes
-    counts: jax.Array  # i32 [L] kept rows ("expert") or kept (token, expert) pairs ("token")
-    demand: jax.Array  # i32 scalar: rows wanted before dropping, padded
+    counts: jax.Array  # i32 [L] kept rows, or kept (token, expert) pairs ("token")
+    demand: jax.Array  # i32 scalar: rows wanted before dropping, padded; "batched": of the fullest local expert
     num_dropped: jax.Array  # i32 scalar: rows of this rank that did not fit into C
     num_invalid: jax.Array  # i32 scalar: ids outside [-1, num_experts) among this rank's own entries
     num_masked: jax.Array  # i32 scalar: this rank's own entries whose expert has no replica in expert_map
@@ -180,8 +181,10 @@ def window_rows(window: jax.Array, num_windows: jax.Array, capacity: int) -> tup
 
 
 def is_row_kept(handle: Handle) -> jax.Array:
-    """Layout "expert": whether a row of recv.x holds a token (not padding, not the tail), bool [capacity]."""
+    """Except in layout "token": whether a row holds a token (not padding, not the tail), bool [num_rows], flat."""
     row = jnp.arange(handle.spec.capacity, dtype=jnp.int32)
+    if handle.spec.layout == "batched":
+        return (row < handle.counts[:, None]).reshape(-1)
     ends = jnp.cumsum(handle.group_sizes, dtype=jnp.int32)
     # Number of ends <= row, by bisection. (jnp.searchsorted sorts by default, and its unrolled form does not
     # trace inside a shard_map with automatic axes on jax 0.12.)

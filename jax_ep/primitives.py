@@ -3,17 +3,18 @@
 No JAX effect but the use of the mesh axes, and no side effect: equal calls may merge and unused ones vanish,
 equally on all ranks; order comes from data flow.
 
-Index arrays are i32. T tokens, K = num_topk, H = hidden, R ranks, L local experts, C = capacity,
-S = C (layout "token") or R*T (layout "expert").
+Index arrays are i32. T tokens, K = num_topk, H = hidden, W = width of the side array, R ranks, L local experts,
+C = capacity, N = rows (L*C in layout "batched", where row i of expert l is l*C + i; else C), S = C (layout "token") or
+R*T slots.
 
     dispatch_p(x [T,H], side [T,W] or [0,0], topk_idx [T,K], weights f32 [T,K] or [0,K], window [1]) ->
-        recv_x [C,H], recv_side ([C,W], [0,0] without side),
-        recv_weights f32 ([C] expert, [C,K] token, [0] / [0,K] without weights),
+        recv_x [N,H], recv_side ([N,W], [0,0] without side),
+        recv_weights f32 ([N], token [N,K]; [0] / [0,K] without weights),
         slot_meta [S,K], slot_token [S], group_sizes [L], counts [L], stats [8],
         topk_idx [T,K] sanitised, slot [T,R], dst_row [T,K], recv_offsets [R+1]
     redispatch_p(x [T,H], side [T,W] or [0,0], weights f32 [T,K] or [0,K], *handle.arrays) ->
         recv_x, recv_side, recv_weights
-    combine_p(y [C,H], weights f32 [C] or [0], scalars f32 ([C] expert, [C,K] token) or [0] / [0,K],
+    combine_p(y [N,H], weights f32 [N] or [0], scalars f32 ([N], token [N,K]) or [0] / [0,K],
               bias [T,H] or [0,H], *handle.arrays) ->
         out [T,H], out_scalars f32 [T,K] ([0,K] without scalars)
 

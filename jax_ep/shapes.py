@@ -18,7 +18,7 @@ from jax_ep.layout import Handle, Recv, Spec
 MAX_TOPK = 32
 ROW_UNIT_BYTES = 16
 PAYLOAD_DTYPES = ("bfloat16", "float16", "float32")
-LAYOUTS = ("expert", "token")
+LAYOUTS = ("expert", "token", "batched")
 QUANTIZE_KINDS = ("fp8", "fp8_ue8m0")
 QUANTIZE_BLOCK = 128  # channels that share a scale
 _INT32_MAX = 2**31 - 1
@@ -32,8 +32,8 @@ def round_up(n: int, unit: int) -> int:
 def default_capacity(
     layout: str, num_ranks: int, num_tokens: int, num_topk: int, num_local_experts: int, expert_alignment: int = 1
 ) -> int:
-    """Rows of the receive array that hold any routing: nothing is ever dropped."""
-    if layout == "token":
+    """Rows of the receive array (batched: of each expert) that hold any routing: nothing is dropped."""
+    if layout != "expert":  # batched: an expert that repeats within a token may get more rows, and drop them
         return num_ranks * num_tokens
     rows = num_ranks * num_tokens * num_topk + num_local_experts * (expert_alignment - 1)
     return round_up(rows, expert_alignment)
@@ -150,19 +150,19 @@ def expert_params(op: str, a, experts: int) -> jax.Array:
     return a
 
 
-def payload(op: str, name: str, x, shape: str) -> jax.Array:
-    """A 2-D array of rows that can travel."""
+def payload(op: str, name: str, x, shape: str, ndim: int = 2) -> jax.Array:
+    """An array of rows that can travel."""
     x = jnp.asarray(x)
-    if x.ndim != 2:
-        raise ValueError(f"{op}: got {name} of shape {x.shape}, expected {shape}; reshape it to two dimensions")
+    if x.ndim != ndim:
+        raise ValueError(f"{op}: got {name} of shape {x.shape}, expected {shape}; reshape it to {ndim} dimensions")
     if x.dtype.name not in PAYLOAD_DTYPES:
         raise TypeError(f"{op}: got {name} of dtype {x.dtype}, expected one of {', '.join(PAYLOAD_DTYPES)}; cast it")
-    row_bytes = x.shape[1] * x.dtype.itemsize
+    row_bytes = x.shape[-1] * x.dtype.itemsize
     if row_bytes == 0 or row_bytes % ROW_UNIT_BYTES:
         unit = ROW_UNIT_BYTES // x.dtype.itemsize
         raise ValueError(
             f"{op}: got {name} of shape {x.shape} {x.dtype}, rows of {row_bytes} bytes, expected a positive multiple "
-            f"of {ROW_UNIT_BYTES} bytes; pad hidden to a multiple of {unit}, e.g. {round_up(max(x.shape[1], 1), unit)}"
+            f"of {ROW_UNIT_BYTES} bytes; pad hidden to a multiple of {unit}, e.g. {round_up(max(x.shape[-1], 1), unit)}"
         )
     _no_explicit_sharding(op, name, x)
     return x
@@ -243,10 +243,8 @@ def topk_weights(op: str, weights, shape: tuple[int, int]) -> jax.Array:
 
 def layout(op: str, value) -> str:
     """A layout that exists."""
-    if value == "batched":
-        raise NotImplementedError(f'{op}: layout="batched" is not implemented yet; use "expert" or "token"')
     if value not in LAYOUTS:
-        raise ValueError(f'{op}: got layout={value!r}, expected "expert" or "token"')
+        raise ValueError(f'{op}: got layout={value!r}, expected "expert", "token" or "batched"')
     return value
 
 
@@ -289,9 +287,10 @@ def capacity(
         raise TypeError(f"{op}: got expert_alignment={alignment!r}, expected a static int")
     if alignment < 1:
         raise ValueError(f"{op}: got expert_alignment={alignment}, expected 1 or more")
-    if layout_ == "token" and alignment != 1:
+    if layout_ != "expert" and alignment != 1:
+        why = "are not grouped by expert" if layout_ == "token" else "begin at a place of their own for each expert"
         raise ValueError(
-            f'{op}: got expert_alignment={alignment} with layout="token", whose rows are not grouped by expert; '
+            f'{op}: got expert_alignment={alignment} with layout="{layout_}", whose rows {why}; '
             'leave it 1, or use layout="expert"'
         )
     worst = default_capacity("expert", size, num_tokens, num_topk, num_local_experts, alignment)
@@ -300,12 +299,20 @@ def capacity(
             f"{op}: got {size} ranks x {num_tokens} tokens x top-{num_topk} = up to {worst} rows on one rank, "
             f"expected at most {_INT32_MAX}; send fewer tokens per call"
         )
+    # Every local expert has `capacity` rows of its own in layout "batched", and i32 numbers them all.
+    most = _INT32_MAX // num_local_experts if layout_ == "batched" else _INT32_MAX
     if value is None:
-        return default_capacity(layout_, size, num_tokens, num_topk, num_local_experts, alignment)
+        value = default_capacity(layout_, size, num_tokens, num_topk, num_local_experts, alignment)
+        if value > most:
+            raise ValueError(
+                f"{op}: got capacity=None, {value} rows for each of {num_local_experts} local experts, expected at "
+                f"most {most}; pass a smaller capacity, or send fewer tokens per call"
+            )
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{op}: got capacity={value!r}, expected a static int or None")
-    if not 1 <= value <= _INT32_MAX:
-        raise ValueError(f"{op}: got capacity={value}, expected 1 to {_INT32_MAX}, or None for the worst case")
+    if not 1 <= value <= most:
+        raise ValueError(f"{op}: got capacity={value}, expected 1 to {most}, or None for the worst case")
     if value % alignment:
         raise ValueError(
             f"{op}: got capacity={value} with expert_alignment={alignment}, expected a multiple; "
@@ -341,8 +348,22 @@ def rows_of_handle(op: str, name: str, x, rows: int, what: str) -> jax.Array:
     return x
 
 
+def expert_rows(op: str, y, spec: Spec) -> jax.Array:
+    """The rows of all experts, flat [num_rows, hidden], from an array that is shaped like recv.x."""
+    if spec.layout != "batched":
+        return rows_of_handle(op, "y", y, spec.capacity, "capacity")
+    y = payload(op, "y", y, "[num_local_experts, capacity, hidden]", 3)
+    expected = (spec.num_local_experts, spec.capacity)
+    if y.shape[:2] != expected:
+        raise ValueError(
+            f"{op}: got y of shape {y.shape}, expected [{expected[0]}, {expected[1]}, hidden] (num_local_experts, "
+            "capacity of this handle); pass the handle of the dispatch that belongs to it"
+        )
+    return y.reshape(spec.num_rows, y.shape[2])
+
+
 def combine_weights(op: str, weights, spec: Spec) -> jax.Array:
-    """f32 [capacity], or f32 [0] when absent."""
+    """f32 [num_rows], flat, or f32 [0] when absent."""
     if weights is None:
         return jnp.zeros(0, jnp.float32)
     if spec.layout == "token":
@@ -350,7 +371,8 @@ def combine_weights(op: str, weights, spec: Spec) -> jax.Array:
             f'{op}: got weights with layout="token", expected None: a row there is already the sum over its '
             "local experts; apply recv.weights in the expert computation"
         )
-    return _floats(op, "weights", weights, (spec.capacity,), "the shape of recv.weights")
+    shape = (spec.num_local_experts, spec.capacity) if spec.layout == "batched" else (spec.capacity,)
+    return _floats(op, "weights", weights, shape, "the shape of recv.weights").reshape(-1)
 
 
 def bias(op: str, value, num_tokens: int, y: jax.Array) -> jax.Array:

@@ -108,11 +108,14 @@ def on_ranks(fn, mesh: jax.sharding.Mesh, axis_name="ep", *, jit: bool = True, c
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """What dispatch must return, stacked over ranks; names and shapes as in `Recv` and `Handle`."""
+    """What dispatch must return, stacked over ranks; names and shapes as in `Recv` and `Handle`, but rows are flat.
 
-    x: np.ndarray  # [R, C, H]; rows that hold no token are 0
+    Row i of local expert l is l * capacity + i in layout "batched". The functions below take flat rows too.
+    """
+
+    x: np.ndarray  # [R, rows, H]; rows that hold no token are 0
     weights: np.ndarray | None
-    group_sizes: np.ndarray  # zeros in layout "token"
+    group_sizes: np.ndarray  # zeros but in layout "expert"
     counts: np.ndarray
     stats: np.ndarray  # [R, 8]
     topk_idx: np.ndarray  # [R, T, K] with invalid ids replaced by -1
@@ -134,9 +137,13 @@ class Oracle:
         return self.counts.shape[1]
 
     @property
-    def num_rows(self) -> list[int]:
-        """Rows of recv.x before the tail, per rank."""
-        return [int(n) for n in (self.group_sizes.sum(1) if self.layout == "expert" else self.recv_offsets[:, -1])]
+    def is_defined(self) -> np.ndarray:
+        """Rows of recv.x that are not in a tail, bool [R, rows]; padding inside groups is defined."""
+        if self.layout == "batched":
+            capacity = self.x.shape[1] // self.num_local_experts
+            return (np.arange(capacity) < self.counts[..., None]).reshape(self.num_ranks, -1)
+        num_rows = self.group_sizes.sum(1) if self.layout == "expert" else self.recv_offsets[:, -1]
+        return np.arange(self.x.shape[1]) < num_rows[:, None]
 
     def entries(self):
         """(source, token, k, rank, row) of every entry that arrives, in (source, token, k) order."""
@@ -155,6 +162,7 @@ def oracle_dispatch(
     layout: str = "expert",
     capacity: int | None = None,
     expert_alignment: int = 1,
+    window: int | None = None,
 ) -> Oracle:
     """What dispatch must return on all ranks, by loops over tokens and experts."""
     num_ranks, num_tokens, hidden = x.shape
@@ -163,10 +171,12 @@ def oracle_dispatch(
     is_token = layout == "token"
     if capacity is None:
         capacity = num_ranks * num_tokens
-        if not is_token:
+        if layout == "expert":
             rows = capacity * num_topk + num_local * (expert_alignment - 1)
             capacity = -(-rows // expert_alignment) * expert_alignment
     num_slots = capacity if is_token else num_ranks * num_tokens
+    num_rows = num_local * capacity if layout == "batched" else capacity
+    first = (window or 0) * capacity
 
     valid = (topk_idx >= 0) & (topk_idx < num_experts)
     invalid = ~valid & (topk_idx != -1)
@@ -179,19 +189,23 @@ def oracle_dispatch(
     group_sizes = np.zeros((num_ranks, num_local), np.int32)
     counts = np.zeros((num_ranks, num_local), np.int32)
     stats = np.zeros((num_ranks, 8), np.int32)
-    recv_x = np.zeros((num_ranks, capacity, hidden), x.dtype)
-    recv_weights = np.zeros((num_ranks, capacity, num_topk) if is_token else (num_ranks, capacity), np.float32)
+    recv_x = np.zeros((num_ranks, num_rows, hidden), x.dtype)
+    recv_weights = np.zeros((num_ranks, num_rows, num_topk) if is_token else (num_ranks, num_rows), np.float32)
 
     for d in range(num_ranks):
-        wanted = 0
+        demand = outside = num_kept = 0
         for source in range(num_ranks):
             for token in range(num_tokens):
                 here = [k for k in range(num_topk) if idx[source, token, k] // num_local == d]
                 if not here:
                     continue
-                s, wanted = wanted, wanted + 1
-                if s >= num_slots:
-                    continue
+                s, demand = demand, demand + 1
+                if is_token:
+                    s -= first
+                    if not 0 <= s < capacity:
+                        outside += 1
+                        continue
+                num_kept += 1
                 slot[source, token, d] = s
                 slot_token[d, s] = token
                 if is_token:
@@ -203,26 +217,30 @@ def oracle_dispatch(
                         counts[d, local] += 1
                         if topk_weights is not None:
                             recv_weights[d, s, k] = topk_weights[source, token, k]
-            recv_offsets[d, source + 1] = min(wanted, num_slots)
-        dropped, demand = wanted - int(recv_offsets[d, -1]), wanted
+            recv_offsets[d, source + 1] = num_kept
         if not is_token:
-            demand = dropped = 0
+            demand = 0
             for local in range(num_local):
                 entries = np.argwhere(idx == d * num_local + local)  # in (source, token, k) order
                 for n, (source, token, k) in enumerate(entries):
-                    row = demand + n
-                    if row >= capacity:
-                        dropped += 1
+                    row = n - first if layout == "batched" else demand + n - first
+                    if not 0 <= row < capacity:
+                        outside += 1
                         continue
+                    row += local * capacity if layout == "batched" else 0
                     counts[d, local] += 1
                     dst_row[source, token, k] = row
                     slot_meta[d, slot[source, token, d], k] = row
                     recv_x[d, row] = x[source, token]
                     if topk_weights is not None:
                         recv_weights[d, row] = topk_weights[source, token, k]
+                if layout == "batched":
+                    demand = max(demand, len(entries))
+                    continue
                 end = demand + -(-len(entries) // expert_alignment) * expert_alignment
-                group_sizes[d, local] = min(end, capacity) - min(demand, capacity)
+                group_sizes[d, local] = sum(first <= row < first + capacity for row in range(demand, end))
                 demand = end
+        dropped = outside if window is None else 0  # another window carries the rest
         stats[d, :6] = demand, dropped, invalid[d].sum(), 0, 1, recv_offsets[d, -1]
     stats[:, 4] = max(1, -(-int(stats[:, 0].max()) // max(capacity, 1)))
 
@@ -243,7 +261,7 @@ def oracle_dispatch(
 
 
 def oracle_redispatch(oracle: Oracle, x: np.ndarray) -> np.ndarray:
-    """The rows of a second tensor along the same routing, [R, C, H]."""
+    """The rows of a second tensor along the same routing, [R, rows, H]."""
     recv_x = np.zeros((*oracle.x.shape[:2], x.shape[-1]), x.dtype)
     for source, token, _, rank, row in oracle.entries():
         recv_x[rank, row] = x[source, token]
@@ -386,18 +404,22 @@ def check_recv(recv: Recv, oracle: Oracle, *, zero_tail: bool = True, load: np.n
 
     `load` is what recv.load must be; None: that of the oracle's ids (no expert_map).
     """
-    is_token = oracle.layout == "token"
-    for rank, rows in enumerate(oracle.num_rows):
-        end = None if zero_tail else rows
-        same_bits(recv.x[rank, :end], oracle.x[rank, :end], f"recv.x of rank {rank}")
+    layout, (num_ranks, num_rows) = oracle.layout, oracle.x.shape[:2]
+    is_batched = layout == "batched"
+    rows = (oracle.num_local_experts, num_rows // oracle.num_local_experts) if is_batched else (num_rows,)
+    assert recv.x.shape == (num_ranks, *rows, oracle.x.shape[2]), f"recv.x: got shape {recv.x.shape}"
+    recv_x = np.asarray(recv.x).reshape(oracle.x.shape)
+    for rank, is_defined in enumerate(oracle.is_defined | zero_tail):
+        same_bits(recv_x[rank, is_defined], oracle.x[rank, is_defined], f"recv.x of rank {rank}")
     assert (recv.weights is None) == (oracle.weights is None), "recv.weights is there with topk_weights only"
     if oracle.weights is not None:
-        same_bits(recv.weights, oracle.weights, "recv.weights")
-    assert (recv.topk_idx is None) == (not is_token), 'recv.topk_idx is there in layout "token" only'
-    assert (recv.group_sizes is None) == is_token, 'recv.group_sizes is there in layout "expert" only'
-    if is_token:
+        weights = oracle.weights.reshape(num_ranks, *rows) if is_batched else oracle.weights
+        same_bits(recv.weights, weights, "recv.weights")
+    assert (recv.topk_idx is None) == (layout != "token"), 'recv.topk_idx is there in layout "token" only'
+    assert (recv.group_sizes is None) == (layout != "expert"), 'recv.group_sizes is there in layout "expert" only'
+    if layout == "token":
         same_bits(recv.topk_idx, oracle.slot_meta, "recv.topk_idx")
-    else:
+    if layout == "expert":
         same_bits(recv.group_sizes, oracle.group_sizes, "recv.group_sizes")
     same_bits(recv.counts, oracle.counts, "recv.counts")
     for n, name in enumerate(("demand", "num_dropped", "num_invalid", "num_masked", "num_windows")):

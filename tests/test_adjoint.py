@@ -9,16 +9,15 @@ no token are not 0 here: both directions must ignore them.
 import jax
 import numpy as np
 import pytest
-from exchange_cases import QUICK_COMPILE
+from exchange_cases import LAYOUTS, QUICK_COMPILE
 
 import jax_ep
 from jax_ep import testing
 
 TOKENS, TOPK, HIDDEN = 6, 3, 8
-LAYOUTS = ("expert", "token")
 # Less than a rank is sent, in whole groups of four where rows are aligned.
-SMALL_CAPACITY = {"expert": 8, "token": 4}
-WEIGHTED = ("expert",)  # layouts whose combine takes weights
+SMALL_CAPACITY = {"expert": 8, "token": 4, "batched": 2}
+WEIGHTED = ("expert", "batched")  # layouts whose combine takes weights
 
 
 def inner(a, b) -> float:
@@ -39,11 +38,13 @@ def routing(num_ranks: int) -> np.ndarray:
 @pytest.mark.parametrize(("num_ranks", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32"), (8, "bfloat16")])
 def test_transposes_are_exact(make_mesh, num_ranks, dtype, layout, is_dropping):
     """B34: each operation against its own backward pass, and dispatch against combine."""
+    # An expert may repeat within a token here, which the default capacity of "batched" does not hold.
+    dropless = num_ranks * TOKENS * TOPK if layout == "batched" else None
     kwargs = dict(
         num_experts=3 * num_ranks,
         axis_name="ep",
         layout=layout,
-        capacity=SMALL_CAPACITY[layout] if is_dropping else None,
+        capacity=SMALL_CAPACITY[layout] if is_dropping else dropless,
         expert_alignment=4 if layout == "expert" else 1,
     )
 
@@ -88,9 +89,13 @@ def test_transposes_are_exact(make_mesh, num_ranks, dtype, layout, is_dropping):
         **{k: v for k, v in kwargs.items() if k != "axis_name"},
     )
     payload = lambda shape: integers(shape).astype(jax.numpy.dtype(dtype))
+    row_shape = (num_ranks, 3, -1) if layout == "batched" else rows.x.shape[:2]
     x, tokens, y = (payload(shape) for shape in [(num_ranks, TOKENS, HIDDEN)] * 2 + [rows.x.shape])
+    y = y.reshape(*row_shape, HIDDEN)
+    row_weights = integers(rows.weights.shape)
+    row_weights = row_weights.reshape(row_shape) if layout == "batched" else row_weights
     program = jax.jit(testing.on_ranks(run, make_mesh(num_ranks), jit=False), compiler_options=QUICK_COMPILE)
-    args = idx, x, integers(idx.shape), y, integers(rows.weights.shape), integers(rows.x.shape[:-1]), tokens
+    args = idx, x, integers(idx.shape), y, row_weights, integers(y.shape[:-1]), tokens
     pairs, num_dropped = program(*args)
     assert (int(num_dropped.sum()) > 0) == is_dropping
     assert len(pairs) == (7 if layout in WEIGHTED else 5)

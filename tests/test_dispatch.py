@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchange_cases import LAYOUTS
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_ep
@@ -29,7 +30,7 @@ def round_trip(num_experts, layout="token", **kwargs):
     return run
 
 
-@pytest.mark.parametrize("layout", ["expert", "token"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_tokens_at_all(make_mesh, layout):
     """B01: arrays of literally no token, forward and backward."""
     alignment = 8 if layout == "expert" else 1
@@ -45,9 +46,9 @@ def test_no_tokens_at_all(make_mesh, layout):
     x, idx, w = np.zeros((2, 0, 8), np.float32), np.zeros((2, 0, 2), np.int32), np.zeros((2, 0, 2), np.float32)
     (g_x, g_w), (out, recv) = testing.on_ranks(step, make_mesh(2))(x, idx, w)
     assert out.shape == g_x.shape == x.shape and g_w.shape == w.shape
-    capacity = 16 if layout == "expert" else 0
-    assert recv.x.shape == (2, capacity, 8) and not recv.x.any() and not recv.counts.any()
-    assert recv.weights.shape == ((2, capacity) if layout == "expert" else (2, 0, 2))
+    rows = {"expert": (2, 16), "token": (2, 0), "batched": (2, 2, 0)}[layout]
+    assert recv.x.shape == (*rows, 8) and not recv.x.any() and not recv.counts.any()
+    assert recv.weights.shape == ((2, 0, 2) if layout == "token" else rows)
     assert recv.demand.tolist() == recv.num_dropped.tolist() == [0, 0]
 
 
@@ -214,21 +215,25 @@ def test_weights_of_other_float_types(make_mesh):
     assert sorted(np.asarray(weights)[np.asarray(weights) != 0]) == sorted(w.astype(np.float32).ravel())
 
 
-def test_second_tensor_reports_the_same_routing(make_mesh):
+@pytest.mark.parametrize(("layout", "capacity"), [("expert", 8), ("batched", 3)])
+def test_second_tensor_reports_the_same_routing(make_mesh, layout, capacity):
     """dispatch(x2, handle=): another hidden and dtype, the routing's sizes and statistics, no weights."""
+    kwargs = dict(num_experts=4, layout=layout, capacity=capacity)
 
     def run(x, x2, idx):
-        recv = jax_ep.dispatch(x, idx, idx * 1.0, num_experts=4, axis_name="ep", capacity=8)
+        recv = jax_ep.dispatch(x, idx, idx * 1.0, axis_name="ep", **kwargs)
         return recv, jax_ep.dispatch(x2, handle=recv.handle)
 
     x, x2 = testing.code_rows(2, 7, 8), testing.random_rows((2, 7, 24), "float16")
     idx = testing.routing("masked", num_ranks=2, num_tokens=7, num_topk=2, num_experts=4)
     first, second = testing.on_ranks(run, make_mesh(2))(x, x2, idx)
-    oracle = testing.oracle_dispatch(x, idx, num_experts=4, capacity=8)
-    testing.same_bits(second.x, testing.oracle_redispatch(oracle, x2))
+    oracle = testing.oracle_dispatch(x, idx, **kwargs)
+    testing.same_bits(second.x, testing.oracle_redispatch(oracle, x2).reshape(second.x.shape))
     assert second.weights is None and int(first.num_dropped.sum()) > 0
+    assert (second.group_sizes is None) == (layout == "batched")
     for name in ("group_sizes", "counts", "demand", "num_dropped", "num_invalid"):
-        testing.same_bits(getattr(second, name), getattr(first, name), name)
+        if getattr(first, name) is not None:
+            testing.same_bits(getattr(second, name), getattr(first, name), name)
 
 
 def test_program_has_only_the_exchange_it_needs(make_mesh):

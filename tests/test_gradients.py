@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange_cases import QUICK_COMPILE
+from exchange_cases import LAYOUTS, QUICK_COMPILE
 
 import jax_ep
 from jax_ep import testing
@@ -20,8 +20,16 @@ TOKENS, TOPK, HIDDEN, WIDE = 6, 2, 8, 12
 def experts(rows, expert, params):
     """A small MLP with biases, chosen per row."""
     w1, b1, w2, b2 = (p[expert] for p in params)
-    hidden = jnp.tanh(jnp.einsum("th,thf->tf", rows, w1) + b1)
-    return jnp.einsum("tf,tfh->th", hidden, w2) + b2
+    hidden = jnp.tanh(jnp.einsum("...h,...hf->...f", rows, w1) + b1)
+    return jnp.einsum("...f,...fh->...h", hidden, w2) + b2
+
+
+def local_experts(recv):
+    """The local expert of each row, in the layouts that have one."""
+    shape = recv.x.shape[:-1]
+    if len(shape) == 2:
+        return jnp.broadcast_to(jnp.arange(shape[0])[:, None], shape)
+    return jnp.repeat(jnp.arange(len(recv.counts)), recv.group_sizes, total_repeat_length=shape[0])
 
 
 def make_params(num_experts, seed=0):
@@ -54,11 +62,11 @@ dense_gradients = jit(jax.value_and_grad(dense_loss, (0, 1, 2)))
 def ep_loss(x, gate, params, idx, target, *, layout, num_experts):
     """The same on one rank of the group; `params` are the local experts', `gate` is replicated."""
     w = router(x, gate, idx)
-    recv = jax_ep.dispatch(x, idx, w, num_experts=num_experts, axis_name="ep", layout=layout)
-    num_local = len(params[0])
-    if layout == "expert":
-        expert = jnp.repeat(jnp.arange(num_local), recv.group_sizes, total_repeat_length=len(recv.x))
-        out = jax_ep.combine(experts(recv.x, expert, params), recv.handle, weights=recv.weights)
+    # An expert may repeat within a token here, which the default capacity of "batched" does not hold.
+    capacity = idx.size * jax.lax.axis_size("ep") if layout == "batched" else None
+    recv = jax_ep.dispatch(x, idx, w, num_experts=num_experts, axis_name="ep", layout=layout, capacity=capacity)
+    if layout != "token":
+        out = jax_ep.combine(experts(recv.x, local_experts(recv), params), recv.handle, weights=recv.weights)
     else:
         y = 0.0
         for k in range(idx.shape[1]):
@@ -87,7 +95,7 @@ def ep_gradients(num_ranks, layout):
 
 
 @pytest.mark.parametrize("kind", ["uniform", "masked", "one_rank", "empty_ranks", "no_tokens"])
-@pytest.mark.parametrize("layout", ["expert", "token"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_layer_against_dense(num_ranks, layout, kind):
     """B03, B32: x, router and experts get the dense gradients; idle experts exactly 0; nothing leaks from -1."""
@@ -110,7 +118,7 @@ def test_layer_against_dense(num_ranks, layout, kind):
     assert not np.asarray(grads[0])[lost].any()
 
 
-@pytest.mark.parametrize("layout", ["expert", "token"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_weight_gradient_of_each_entry(make_mesh, layout):
     """B32: d w[t, k] = dot(dy[t], f_e(x[t])) wherever the expert lives, exactly 0 at -1; f_e(x) = (e + 1) x."""
 
@@ -118,9 +126,9 @@ def test_weight_gradient_of_each_entry(make_mesh, layout):
         def f(w):
             recv = jax_ep.dispatch(x, idx, w, num_experts=8, axis_name="ep", layout=layout)
             first = 2 * jax.lax.axis_index("ep") + 1
-            if layout == "expert":
-                scale = first + jnp.repeat(jnp.arange(2), recv.group_sizes, total_repeat_length=len(recv.x))
-                return jax_ep.combine(recv.x * scale[:, None], recv.handle, weights=recv.weights)
+            if layout != "token":
+                scale = first + local_experts(recv)
+                return jax_ep.combine(recv.x * scale[..., None], recv.handle, weights=recv.weights)
             scale = jnp.where(recv.topk_idx >= 0, (first + recv.topk_idx) * recv.weights, 0).sum(1)
             return jax_ep.combine(recv.x * scale[:, None], recv.handle)
 
@@ -137,7 +145,7 @@ def test_weight_gradient_of_each_entry(make_mesh, layout):
     assert not grad[idx < 0].any()
 
 
-@pytest.mark.parametrize("layout", ["expert", "token"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_second_derivatives(layout):
     """B35: grad of grad through the layer equals the dense layer's; no stop_gradient on ids by the user."""
     num_ranks = 2

@@ -58,7 +58,7 @@ DISPATCH_MISTAKES = {
     "axis missing": ({"axis_name": None}, TypeError, ["axis_name=None", "expected", '"ep"']),
     "axis twice": ({"axis_name": ("ep", "ep")}, ValueError, ["('ep', 'ep')", "distinct"]),
     "axis unknown": ({"axis_name": "tp"}, ValueError, ["'tp' is not bound", "shard_map"]),
-    "layout": ({"layout": "row"}, ValueError, ["'row'", '"expert" or "token"']),
+    "layout": ({"layout": "row"}, ValueError, ["'row'", '"expert", "token" or "batched"']),
     "mode": ({"mode": "fast"}, ValueError, ["'fast'", '"auto" or "throughput"']),
     "implementation": ({"implementation": "nccl"}, ValueError, ["'nccl'", '"cuda", "xla" or None']),
     "config": ({"config": {"num_sms": 4}}, TypeError, ["dict", "jax_ep.Config"]),
@@ -71,6 +71,16 @@ DISPATCH_MISTAKES = {
         {"layout": "token", "expert_alignment": 8},
         ValueError,
         ["expert_alignment=8", '"token"', "leave it 1"],
+    ),
+    "alignment in batched layout": (
+        {"layout": "batched", "expert_alignment": 8},
+        ValueError,
+        ["expert_alignment=8", '"batched"', "leave it 1"],
+    ),
+    "rows of all experts": (
+        {"layout": "batched", "capacity": 1 << 30},
+        ValueError,
+        [f"capacity={1 << 30}", f"1 to {(1 << 30) - 1}"],
     ),
 }
 
@@ -96,7 +106,6 @@ def test_dispatch_mistakes(make_mesh, name):
 @pytest.mark.parametrize(
     "later",
     [
-        {"layout": "batched"},
         {"mode": "latency"},
         {"quantize": "fp8"},
         {"window": 0},
@@ -139,6 +148,22 @@ def test_combine_mistakes(make_mesh, name):
         trace(make_mesh, run, X, IDX, arguments)
     assert str(caught.value).startswith("combine: ")
     for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("y", "words"),
+    [
+        (np.zeros((2, 16, 16), np.float32), ["shape (16, 16)", "[num_local_experts, capacity, hidden]", "reshape"]),
+        (np.zeros((2, 2, 7, 16), np.float32), ["shape (2, 7, 16)", "[2, 8, hidden]", "handle"]),
+    ],
+    ids=["flat", "other capacity"],
+)
+def test_combine_mistakes_in_batched_layout(make_mesh, y, words):
+    """Rows there are [num_local_experts, capacity, hidden]."""
+    with pytest.raises(ValueError) as caught:
+        trace(make_mesh, lambda x, idx, y: jax_ep.combine(y, send(x, idx, layout="batched").handle), X, IDX, y)
+    for word in ("combine: ", *words):
         assert word in str(caught.value)
 
 
@@ -254,7 +279,7 @@ def test_cuda_is_refused_on_cpu(make_mesh):
 
 
 def test_result_types(make_mesh):
-    """Shapes and dtypes of every field, both layouts."""
+    """Shapes and dtypes of every field, all layouts."""
     recv = trace(make_mesh, lambda x, i, w: send(x, i, w, expert_alignment=8), X.astype(np.float16), IDX, X[..., :2])
     capacity = 32  # round_up(2 * 4 * 2 + 2 * 7, 8)
     assert (recv.x.shape, recv.x.dtype) == ((2, capacity, 16), np.float16)
@@ -263,6 +288,9 @@ def test_result_types(make_mesh):
     recv = trace(make_mesh, lambda x, i, w: send(x, i, w, layout="token"), X, IDX, X[..., :2])
     assert (recv.x.shape, recv.weights.shape, recv.topk_idx.shape) == ((2, 8, 16), (2, 8, 2), (2, 8, 2))
     assert recv.group_sizes is None and recv.counts.dtype == recv.demand.dtype == np.int32
+    recv = trace(make_mesh, lambda x, i, w: send(x, i, w, layout="batched"), X, IDX, X[..., :2])
+    assert (recv.x.shape, recv.weights.shape, recv.counts.shape) == ((2, 2, 8, 16), (2, 2, 8), (2, 2))
+    assert recv.group_sizes is None and recv.topk_idx is None
     recv = trace(make_mesh, lambda x, i: send(x, i), X, IDX)
     assert recv.weights is None
 
@@ -272,6 +300,7 @@ def test_default_capacity_is_exact_arithmetic():
     assert shapes.default_capacity("expert", 64, 4096, 8, 4) == 64 * 4096 * 8
     assert shapes.default_capacity("expert", 8, 4096, 8, 32, 128) == 266240
     assert shapes.default_capacity("token", 64, 4096, 8, 4) == 262144
+    assert shapes.default_capacity("batched", 64, 4096, 8, 4) == 262144
     assert shapes.default_capacity("expert", 8192, 1 << 20, 32, 1) == 1 << 38
     x = jax.ShapeDtypeStruct((2, 1 << 26, 16), jnp.bfloat16)
     idx = jax.ShapeDtypeStruct((2, 1 << 26, 16), jnp.int32)
