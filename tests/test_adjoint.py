@@ -79,7 +79,7 @@ def test_transposes_are_exact(make_mesh, num_ranks, dtype, layout, is_dropping):
             transpose("weighted combine in weights", in_weights, (row_weights,), tokens)
         return pairs, recv.num_dropped
 
-    rng = np.random.default_rng(num_ranks)
+    rng = np.random.default_rng([num_ranks, LAYOUTS.index(layout)])
     integers = lambda shape: (rng.integers(1, 4, shape) * rng.choice((-1, 1), shape)).astype(np.float32)
     idx = routing(num_ranks)
     rows = testing.oracle_dispatch(
