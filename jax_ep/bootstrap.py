@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import _ffi, errors, group, records
+from jax_ep import _ffi, errors, group, records, tuning
 from jax_ep.group import Groups
 
 _LARGE_BUFFER_BYTES = 4 << 20  # more than a growing pool's first region holds
@@ -221,6 +221,18 @@ def prepare(groups: Groups, config: Any = None) -> None:
     if num_sms is not None:
         known = process.read_records(group.processes(groups), _deadline(config))
         records.check_num_sms(num_sms, records.max_num_sms(groups, known))
+
+
+def placement(groups: Groups, config: Any = None) -> tuning.Placement | None:
+    """Where the ranks of `groups` are, the same answer on every rank; None for another machine's program.
+
+    Raises:
+      SetupTimeout: a process of the mesh published nothing in time.
+    """
+    process = _this_process()
+    if _local_problem() or not process.has(groups):
+        return None
+    return records.placement(groups, process.read_records(group.processes(groups), _deadline(config)))
 
 
 def bind(

@@ -16,8 +16,9 @@ class Config:
     backward pass inherit it through the handle.
 
     Args:
-      num_sms: SMs (= thread blocks) that one call uses. None: min(24, SMs of the GPU // ranks on that GPU).
-        All ranks' blocks must fit on their GPU together; asking for more is a ValueError.
+      num_sms: SMs (= thread blocks) that one call uses. None: chosen per call, 4 to 48, from its sizes and from
+        where the ranks are: the fewest that a model of link and memory asks for (docs/performance.md). All ranks'
+        blocks must fit on their GPU together; asking for more is a ValueError.
       setup_timeout_s: seconds to wait at compile time for the peers' set-up records and memory.
       first_call_timeout_s: seconds that a rank waits for its peers in a group's first call (they may still
         be compiling).

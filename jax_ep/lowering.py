@@ -8,7 +8,7 @@ import logging
 import jax
 import numpy as np
 
-from jax_ep import _compat, _ffi, bootstrap
+from jax_ep import _compat, _ffi, bootstrap, tuning
 from jax_ep import group as group_lib
 from jax_ep.layout import Spec
 
@@ -61,6 +61,7 @@ def _attributes(target: str, groups, ctx, spec: Spec, quantize: str | None) -> d
     """The attributes that every target takes; equal in all processes, so none of them says who we are."""
     config = spec.config
     row_bytes = _row_bytes(ctx.avals_out[0])
+    side_bytes = 0 if target == "jax_ep_combine" else _row_bytes(ctx.avals_out[1])
     num_topk = _num_topk(target, ctx.avals_in)
     shape = _ffi.arena_shape(spec.num_ranks, spec.num_experts, row_bytes, num_topk, config.staging_bytes)
     numbers = dict(
@@ -68,13 +69,13 @@ def _attributes(target: str, groups, ctx, spec: Spec, quantize: str | None) -> d
         num_experts=spec.num_experts,
         num_topk=num_topk,
         row_bytes=row_bytes,
-        side_bytes=0 if target == "jax_ep_combine" else _row_bytes(ctx.avals_out[1]),
+        side_bytes=side_bytes,
         dtype=_DTYPE_CODE.get(ctx.avals_in[0].dtype.name, _OPAQUE),
         quantize=_QUANTIZE_CODE[quantize],
         layout=_LAYOUT_CODE[spec.layout],
         expert_alignment=spec.expert_alignment,
         zero_tail=spec.zero_tail,
-        num_sms=config.num_sms or 0,
+        num_sms=config.num_sms or _default_num_sms(target, groups, ctx, spec, num_topk, row_bytes + side_bytes),
         staging_bytes=config.staging_bytes,
         force_staged=config.staging == "always",
         setup_timeout_ns=_nanoseconds(config.setup_timeout_s),
@@ -89,6 +90,24 @@ def _attributes(target: str, groups, ctx, spec: Spec, quantize: str | None) -> d
         key=key,
         groups=group_lib.flat_groups(groups),
         **{name: np.int64(value) for name, value in numbers.items()},
+    )
+
+
+def _default_num_sms(target: str, groups, ctx, spec: Spec, num_topk: int, row_bytes: int) -> int:
+    """By the model of tuning.py; 0, the runtime's own default, in a program for another machine."""
+    placement = bootstrap.placement(groups, spec.config)
+    if placement is None:
+        return 0
+    is_combine = target == "jax_ep_combine"
+    return tuning.default_num_sms(
+        placement,
+        op="combine" if is_combine else "dispatch",
+        layout=spec.layout,
+        num_ranks=spec.num_ranks,
+        num_experts=spec.num_experts,
+        num_topk=num_topk,
+        num_tokens=(ctx.avals_out if is_combine else ctx.avals_in)[0].shape[0],
+        row_bytes=row_bytes,
     )
 
 

@@ -7,7 +7,7 @@ A record is JSON::
      "devices": [{"local_hardware_id": 0, "uuid": "GPU-...", "num_sms": 132, "compute_capability": [9, 0],
                   "pool_exportable": true, "no_access": ["GPU-..."]}]}
 
-`why_not` and `max_num_sms` are pure functions of the records, so all ranks come to the same answer.
+`why_not`, `max_num_sms` and `placement` are pure functions of the records, so all ranks come to the same answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from jax_ep import errors
+from jax_ep import errors, tuning
 from jax_ep.group import Groups
 
 Record = dict[str, Any]
@@ -176,6 +176,17 @@ def max_num_sms(groups: Groups, records: Mapping[int, Record]) -> int:
     devices = _devices(groups, records)
     num_ranks = Counter(device["uuid"] for device in devices.values())
     return min(device["num_sms"] // num_ranks[device["uuid"]] for device in devices.values())
+
+
+def placement(groups: Groups, records: Mapping[int, Record]) -> tuning.Placement:
+    """What the default number of SMs depends on; takes records that `why_not` has nothing against."""
+    devices = _devices(groups, records)
+    uuids = [[devices[int(p), int(d)]["uuid"] for p, d in one] for one in groups]
+    return tuning.Placement(
+        max_num_sms=max_num_sms(groups, records),
+        ranks_on_gpu=max(Counter(device["uuid"] for device in devices.values()).values()),
+        group_on_gpu=min(count for one in uuids for count in Counter(one).values()),
+    )
 
 
 def check_num_sms(num_sms: int, most: int) -> None:

@@ -17,7 +17,7 @@ import types
 import pytest
 
 import jax_ep
-from jax_ep import _ffi, bootstrap, debug, errors, records
+from jax_ep import _ffi, bootstrap, debug, errors, records, tuning
 
 ROOT = pathlib.Path(jax_ep.__file__).parent.parent
 needs_extension = pytest.mark.skipif(bool(_ffi.available()), reason="needs the CUDA extension")
@@ -150,6 +150,22 @@ def test_ordinals_replace_positions():
     both[1]["devices"][0]["local_hardware_id"] = 3
     assert records.with_ordinals((((0, 0), (1, 0)),), both) == [[(0, 0), (1, 3)]]
     assert records.with_ordinals((((0, 1), (1, 0)),), both) == [[(0, 6), (1, 3)]]
+
+
+def test_placement():
+    """Two groups of three on two GPUs: four ranks share the first, one of a group is alone on the second."""
+    known = {p: record("x" if p < 4 else "y") for p in range(6)}
+    groups = (((0, 0), (1, 0), (4, 0)), ((2, 0), (3, 0), (5, 0)))
+    assert records.placement(groups, known) == tuning.Placement(max_num_sms=33, ranks_on_gpu=4, group_on_gpu=1)
+    assert records.placement(PAIR, {0: record("x"), 1: record("x")}) == tuning.Placement(66, 2, 2)
+
+
+def test_no_placement_for_another_machine(monkeypatch):
+    monkeypatch.setattr(bootstrap, "_local_problem", lambda: "no GPU")
+    assert bootstrap.placement(PAIR) is None
+    monkeypatch.setattr(bootstrap, "_local_problem", lambda: "")
+    monkeypatch.setattr(bootstrap, "_jax_devices", lambda: [])
+    assert bootstrap.placement(PAIR) is None
 
 
 def test_num_sms_is_the_smallest_share():

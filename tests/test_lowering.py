@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep import bootstrap, lowering, testing
+from jax_ep import bootstrap, lowering, testing, tuning
 
 X, IDX, W = np.zeros((2, 4, 16), np.float32), np.zeros((2, 4, 2), np.int32), np.zeros((2, 4, 2), np.float32)
 
@@ -129,6 +129,32 @@ def test_attributes(make_mesh, usable):
     assert prepared[1] == config
     ((key, _, *shape_and_limits),) = [c for c in usable if len(c) == 7]  # the arena is bound while lowering
     assert f'key = "{key}"' in attributes and shape_and_limits == [2, 8, 1 << 20, 9, 3.0]
+
+
+def num_sms_attributes(make_mesh, **kwargs):
+    return {
+        (target, int(re.search(r"num_sms = (\d+) : i64", attributes)[1]))
+        for target, _, _, attributes in calls(lowered(make_mesh(2), **kwargs))
+    }
+
+
+def test_default_num_sms(make_mesh, usable, monkeypatch):
+    """The model is asked about every call's own sizes; Config.num_sms goes first; 0 in another machine's program."""
+    placement, seen = tuning.Placement(132, 1, 1), []
+
+    def spy(given, **facts):
+        seen.append((given, facts))
+        return 17 if facts["op"] == "dispatch" else 19
+
+    assert {n for _, n in num_sms_attributes(make_mesh)} == {0}
+    monkeypatch.setattr(bootstrap, "placement", lambda groups, config=None: placement)
+    monkeypatch.setattr(tuning, "default_num_sms", spy)
+    by_target = {("jax_ep_dispatch", 17), ("jax_ep_redispatch", 17), ("jax_ep_combine", 19)}
+    assert num_sms_attributes(make_mesh) == by_target
+    for given, facts in seen:
+        sizes = dict(layout="expert", num_ranks=2, num_experts=4, num_topk=2, num_tokens=4, row_bytes=64)
+        assert given == placement and {name: n for name, n in facts.items() if name != "op"} == sizes
+    assert {n for _, n in num_sms_attributes(make_mesh, config=jax_ep.Config(num_sms=9))} == {9}
 
 
 def test_equal_programs_have_equal_text(make_mesh, usable):

@@ -1,0 +1,81 @@
+"""How many SMs a call takes by default: the fewest that reach what the link or the memory allows.
+
+A pure function of the set-up records and of static shapes, so that all ranks choose alike. Per rank and call::
+
+    touched = num_tokens * row_bytes * (rows read and written per token)        what its SMs move
+    crossed = num_tokens * row_bytes * (expected ranks on other GPUs per token) what goes over the link
+    limit   = max(ranks_on_gpu * touched / DEVICE_RATE, ranks_on_gpu * crossed / LINK_RATE, FIXED_S)
+    num_sms = headroom * max(touched / SM_RATE, crossed / SM_LINK_RATE) / limit
+
+rounded up, at least LEAST_SMS, at most MOST_SMS and the GPU's SMs over the ranks on it. Routing is taken as uniform.
+docs/performance.md says where the constants come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+# Measured on an H200; other GPUs are taken to have the same ratios.
+DEVICE_RATE = 4300e9  # bytes/s of device memory, read plus write
+LINK_RATE = 344e9  # bytes/s over NVLink each way, both directions busy
+SM_RATE = 74e9  # bytes/s that one SM moves, read plus write
+SM_LINK_RATE = 25e9  # bytes/s that one SM sends to (or fetches from) other GPUs
+FIXED_S = 20e-6  # what a call takes however little it moves: SMs that only shorten the rest are not worth it
+LINK_HEADROOM = 1.1  # the link saturates sharply,
+DEVICE_HEADROOM = 1.6  # memory gradually
+LEAST_SMS, MOST_SMS = 4, 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the ranks of a mesh are; a pure function of the records (`records.placement`)."""
+
+    max_num_sms: int  # SMs of a GPU over the ranks on it: what keeps all ranks' blocks resident together
+    ranks_on_gpu: int  # of all groups of the mesh, on the GPU that has most
+    group_on_gpu: int  # of one group, on one GPU, where they are fewest: num_ranks when nothing crosses a link
+
+
+def ranks_per_token(num_ranks: int, num_experts: int, num_topk: int) -> tuple[float, float]:
+    """Expected ranks that a token reaches, and those of them that hold several of its experts, uniform routing."""
+    num_local = num_experts // num_ranks
+    num_topk = min(num_topk, num_experts)
+    ways = math.comb(num_experts, num_topk)
+    none = math.comb(num_experts - num_local, num_topk) / ways
+    one = num_local * math.comb(num_experts - num_local, num_topk - 1) / ways
+    return num_ranks * (1 - none), num_ranks * max(0.0, 1 - none - one)
+
+
+def rows_touched(op: str, layout: str, num_ranks: int, num_experts: int, num_topk: int) -> float:
+    """Rows that all SMs together read and write per token of a rank.
+
+    op "dispatch" reads a row and writes it once per rank; where rows lie by expert the receiver then copies it for
+    the other experts. "combine" reads them; where they lie by expert the holder first writes one sum per rank.
+    """
+    reached, several = ranks_per_token(num_ranks, num_experts, num_topk)
+    if layout == "token":
+        return 1 + reached
+    return 1 + num_topk + several if op == "dispatch" else num_topk + 2 * reached + 1
+
+
+def default_num_sms(
+    placement: Placement,
+    *,
+    op: str,
+    layout: str,
+    num_ranks: int,
+    num_experts: int,
+    num_topk: int,
+    num_tokens: int,
+    row_bytes: int,
+) -> int:
+    """SMs of one call. `op` is "dispatch" (also along a handle) or "combine"; `row_bytes` are those on the wire."""
+    payload = num_tokens * row_bytes
+    reached, _ = ranks_per_token(num_ranks, num_experts, num_topk)
+    touched = payload * rows_touched(op, layout, num_ranks, num_experts, num_topk)
+    crossed = payload * reached * (1 - placement.group_on_gpu / num_ranks)
+    device_s = placement.ranks_on_gpu * touched / DEVICE_RATE
+    link_s = placement.ranks_on_gpu * crossed / LINK_RATE
+    headroom = DEVICE_HEADROOM if device_s > link_s else LINK_HEADROOM
+    wanted = headroom * max(touched / SM_RATE, crossed / SM_LINK_RATE) / max(device_s, link_s, FIXED_S)
+    return min(max(math.ceil(wanted), LEAST_SMS), MOST_SMS, placement.max_num_sms)

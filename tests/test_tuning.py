@@ -1,0 +1,100 @@
+"""The default number of SMs: what the model gives for known cases, and its limits.
+
+How it reaches a call is tested in test_lowering.py, what it takes from records in test_bootstrap.py.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jax_ep import tuning
+from jax_ep.tuning import Placement
+
+W1 = dict(op="dispatch", layout="token", num_ranks=2, num_experts=256, num_topk=8, num_tokens=4096, row_bytes=14336)
+
+
+def choose(placement, **changes):
+    return tuning.default_num_sms(placement, **{**W1, **changes})
+
+
+def nvlink(num_sms=132):
+    """A GPU of its own for each rank."""
+    return Placement(max_num_sms=num_sms, ranks_on_gpu=1, group_on_gpu=1)
+
+
+def one_gpu(num_ranks, num_sms=132):
+    return Placement(max_num_sms=num_sms // num_ranks, ranks_on_gpu=num_ranks, group_on_gpu=num_ranks)
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(1, 1.0), (2, 1.99), (4, 3.61), (8, 5.29), (256, 8.0)])
+def test_expected_ranks(num_ranks, expected):
+    assert tuning.ranks_per_token(num_ranks, 256, 8)[0] == pytest.approx(expected, abs=0.01)
+
+
+def test_expected_ranks_by_counting():
+    """Over all choices of 3 of 6 experts on 3 ranks; also more entries than experts, which replicas allow."""
+    choices = list(itertools.combinations(range(6), 3))
+    held = [[sum(e // 2 == d for e in choice) for d in range(3)] for choice in choices]
+    reached = np.mean([sum(n > 0 for n in ranks) for ranks in held])
+    several = np.mean([sum(n > 1 for n in ranks) for ranks in held])
+    assert tuning.ranks_per_token(3, 6, 3) == pytest.approx((reached, several))
+    assert tuning.ranks_per_token(2, 2, 8) == (2.0, 0.0)
+
+
+def test_rows_touched():
+    """W1 at R = 8: what the limits of docs/performance.md count, in rows per token."""
+    rows = lambda op, layout: tuning.rows_touched(op, layout, 8, 256, 8)
+    assert rows("dispatch", "token") == rows("combine", "token") == pytest.approx(6.29, abs=0.01)
+    assert rows("dispatch", "expert") == rows("dispatch", "batched") == pytest.approx(11.08, abs=0.1)
+    assert rows("combine", "expert") == pytest.approx(19.58, abs=0.01)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_nvlink(num_ranks, op):
+    """Measured at R = 2: 12 SMs reach 93 % of what 32 do, 16 SMs 98 %, and 8 not two thirds."""
+    assert 12 <= choose(nvlink(), num_ranks=num_ranks, op=op) <= 16
+
+
+def test_one_gpu():
+    """The ranks share its SMs, and together they ask for about what fills its memory's rate."""
+    for num_ranks in (2, 4, 8):
+        got = choose(one_gpu(num_ranks), num_ranks=num_ranks)
+        assert 0.6 * 132 <= got * num_ranks <= 132
+
+
+def test_decode():
+    """Small calls are mostly protocol: few SMs, the fewest for a handful of tokens."""
+    assert choose(nvlink(), num_tokens=128) <= 8
+    for placement in (nvlink(), one_gpu(2)):
+        assert choose(placement, num_tokens=16) == choose(placement, num_tokens=0) == tuning.LEAST_SMS
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+@pytest.mark.parametrize("layout", ["token", "expert", "batched"])
+@pytest.mark.parametrize("placement", [nvlink(), one_gpu(2), one_gpu(8), Placement(66, 2, 1)], ids=str)
+def test_limits_and_order(placement, layout, op):
+    """Never less for more bytes; always within the limits, also where a GPU has fewer SMs than the least."""
+    num_ranks = max(2, placement.group_on_gpu)
+    given = dict(op=op, layout=layout, num_ranks=num_ranks)
+    for name, values in (("num_tokens", [2**n for n in range(15)]), ("row_bytes", [2**n for n in range(4, 18)])):
+        got = [choose(placement, **given, **{name: value}) for value in values]
+        assert got == sorted(got)
+        assert got[0] >= tuning.LEAST_SMS and got[-1] <= min(tuning.MOST_SMS, placement.max_num_sms)
+    tight = Placement(3, placement.ranks_on_gpu, placement.group_on_gpu)
+    assert choose(tight, **given) == 3
+
+
+def test_one_rank():
+    """A group of one moves rows within its GPU."""
+    assert tuning.LEAST_SMS <= choose(Placement(132, 1, 1), num_ranks=1) <= tuning.MOST_SMS
+
+
+def test_constants_are_of_one_measurement():
+    """At W1 over NVLink, R = 2, both rates of an SM ask for about the same number: they were measured together."""
+    payload = 4096 * 14336
+    reached, _ = tuning.ranks_per_token(2, 256, 8)
+    touched, crossed = payload * (1 + reached), payload * reached / 2
+    assert math.isclose(touched / tuning.SM_RATE, crossed / tuning.SM_LINK_RATE, rel_tol=0.05)
