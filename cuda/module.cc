@@ -32,6 +32,12 @@ NB_MODULE(_cuda, m) {
       },
       nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("row_bytes"), nb::arg("num_topk"),
       nb::arg("staging_bytes"), "(count_words, staging_bytes): the size class that serves a call");
+  m.def(
+      "arena_bytes",
+      [](int num_ranks, int32_t count_words, int64_t staging_bytes) {
+        return jax_ep::ArenaShape{num_ranks, count_words, staging_bytes}.bytes();
+      },
+      nb::arg("num_ranks"), nb::arg("count_words"), nb::arg("staging_bytes"), "symmetric memory of one rank");
 
   jax_ep::export_runtime(m);
   jax_ep::export_loopback(m);

@@ -11,6 +11,8 @@ from jax_ep.experts import balance as balance
 from jax_ep.experts import gather_replicas as gather_replicas
 from jax_ep.layout import Handle as Handle
 from jax_ep.layout import Recv as Recv
+from jax_ep.memory import BufferBytes as BufferBytes
+from jax_ep.memory import buffer_bytes as buffer_bytes
 from jax_ep.quantize import Quantized as Quantized
 from jax_ep.quantize import quantize as quantize
 from jax_ep.routing import RoutingLayout as RoutingLayout

@@ -1,0 +1,162 @@
+"""buffer_bytes: what one dispatch and its combine take, per rank and kind, before anything is compiled.
+
+Results are counted by tracing the operations; the arena by the arithmetic of cuda/layout.h, repeated here (a test
+compiles that header and compares).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jax_ep import shapes
+from jax_ep.combine import combine
+from jax_ep.config import Config
+from jax_ep.dispatch import dispatch
+from jax_ep.layout import Handle, Recv
+
+_CONTROL_BYTES = _ANNOUNCE_BYTES = _FLAGS_UNIT = 128
+_MAX_BLOCKS = 256
+_STAGING_UNIT = 1024
+_PARITIES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferBytes:
+    """Bytes on one rank, by kind."""
+
+    arena: int  # own symmetric memory: per group and size class, shared by all calls, made at compile time, kept
+    recv: int  # what dispatch delivers: rows, with their scales if quantised, and weights
+    handle: int  # the integer arrays of the handle; recv's sizes and counts are some of them
+    scratch: int  # partial sums in combine, only while it runs
+    out: int  # what combine returns
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(dataclasses.astuple(self))
+
+
+def buffer_bytes(
+    *,
+    num_tokens: int,
+    hidden: int,
+    num_topk: int,
+    num_experts: int,
+    num_ranks: int,
+    dtype=jnp.bfloat16,
+    layout: str = "expert",
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+    quantize: str | None = None,
+    config: Config | None = None,
+) -> BufferBytes:
+    """Bytes that one dispatch with weights and its combine take on a rank, exactly.
+
+    Example:
+      4096 tokens of 7168 bfloat16 on each of 8 ranks, 8 of 256 experts, room for twice the mean.
+
+      >>> import jax_ep
+      >>> sizes = dict(num_tokens=4096, hidden=7168, num_topk=8, num_experts=256, num_ranks=8)
+      >>> taken = jax_ep.buffer_bytes(**sizes, capacity=2 * 4096 * 8)
+      >>> [n >> 20 for n in (taken.arena, taken.recv, taken.scratch, taken.out)]  # MiB
+      [16, 896, 448, 56]
+      >>> jax_ep.buffer_bytes(**sizes).recv >> 20  # the default capacity, which no routing exceeds
+      3585
+
+    Args:
+      num_tokens: of each rank.
+      hidden: channels of x and of what the experts return.
+      num_topk: columns of topk_idx.
+      num_experts: of the whole group; with an expert_map num_physical_experts.
+      num_ranks: size of the group.
+      dtype: of x, and of what the experts return.
+      layout: as `dispatch` takes it, with its default; so are the next four.
+      capacity: likewise.
+      expert_alignment: likewise.
+      quantize: likewise.
+      config: likewise.
+
+    Returns:
+      `BufferBytes`: arena, recv, handle, scratch, out, and their total.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `dispatch` raises them.
+
+    Notes:
+      Callable anywhere; no device is used. arena and scratch are those of the CUDA implementation (the pure-JAX one
+      has no arena, and gathers [num_ranks * num_tokens, hidden] instead). The driver rounds the arena up to its unit,
+      mostly 2 MiB. A backward pass takes scratch, recv and out once more; what it keeps from the forward pass is
+      the handle and, for weighted sums, the experts' output. What XLA, the experts and CUDA itself take is not in it.
+    """
+    num_ranks = shapes.positive_int("buffer_bytes", "num_ranks", num_ranks)
+    config = shapes.config("buffer_bytes", config)
+    traced: dict = {}
+
+    def layer(x, idx, weights):
+        recv = dispatch(
+            x, idx, weights, num_experts=num_experts, axis_name="ep", layout=layout, capacity=capacity,
+            expert_alignment=expert_alignment, quantize=quantize, config=config,
+        )  # fmt: skip
+        rows = jnp.zeros(_data(recv).shape, dtype)
+        traced.update(recv=recv, out=combine(rows, recv.handle))
+        return x
+
+    def tokens(width, dtype):
+        return jax.ShapeDtypeStruct((num_tokens, width), dtype)
+
+    same = PartitionSpec()  # on every rank: only shapes matter
+    run = jax.shard_map(layer, mesh=AbstractMesh((num_ranks,), ("ep",)), in_specs=same, out_specs=same)
+    args = tokens(hidden, dtype), tokens(num_topk, jnp.int32), tokens(num_topk, jnp.float32)
+    # In a thread of its own no mesh or trace of the caller is in force.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(jax.eval_shape, run, *args).result()
+
+    recv, out = traced["recv"], traced["out"]
+    handle: Handle = recv.handle
+    data, scale = _data(recv), getattr(recv.x, "scale", None)
+    row_bytes = hidden * out.dtype.itemsize
+    sent_bytes = hidden * data.dtype.itemsize
+    if scale is not None:
+        sent_bytes += shapes.round_up(scale.shape[-1] * scale.dtype.itemsize, shapes.ROW_UNIT_BYTES)
+    # Calls whose rows differ much in size may need two arenas.
+    arenas = {arena_shape(num_ranks, num_experts, n, num_topk, config.staging_bytes) for n in (sent_bytes, row_bytes)}
+    return BufferBytes(
+        arena=sum(arena_bytes(num_ranks, *shape) for shape in arenas),
+        recv=_bytes(data, scale, recv.weights),
+        handle=_bytes(*handle.arrays, handle.stats),
+        scratch=0 if layout == "token" else handle.spec.num_slots(num_tokens) * row_bytes,
+        out=_bytes(out),
+    )
+
+
+def arena_shape(num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, staging_bytes: int) -> tuple[int, int]:
+    """`(count_words, staging_bytes)`: the size class that serves a call, as `arena_shape` of cuda/layout.h."""
+    count_words = 1
+    while count_words < num_experts + num_ranks + 1:
+        count_words *= 2
+    record_bytes = shapes.round_up(row_bytes + num_topk * 8 + 4, 16)
+    while staging_bytes < _PARITIES * num_ranks * record_bytes:
+        staging_bytes *= 2
+    return count_words, staging_bytes
+
+
+def arena_bytes(num_ranks: int, count_words: int, staging_bytes: int) -> int:
+    """Symmetric memory of one rank, as `ArenaShape::bytes` of cuda/layout.h."""
+    flags = 3 * shapes.round_up(num_ranks * 8, _FLAGS_UNIT)  # finish, ready, free
+    mailbox = _PARITIES * num_ranks * (_ANNOUNCE_BYTES + count_words * 4)
+    workspace = _MAX_BLOCKS * count_words * 4
+    return shapes.round_up(_CONTROL_BYTES + flags + mailbox + workspace, _STAGING_UNIT) + staging_bytes
+
+
+def _data(recv: Recv):
+    """The rows themselves, without their scales."""
+    return getattr(recv.x, "data", recv.x)
+
+
+def _bytes(*arrays) -> int:
+    return sum(a.size * a.dtype.itemsize for a in arrays if a is not None)

@@ -1,0 +1,155 @@
+"""buffer_bytes: against the results that dispatch and combine really have, the lowered calls, and cuda/layout.h.
+
+The arena's arithmetic is compared with a program compiled from the header, and with the extension where it is built.
+"""
+
+import doctest
+import pathlib
+import re
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+from jax_ep import _ffi, bootstrap, lowering, memory, testing
+
+W1 = dict(num_tokens=4096, hidden=7168, num_topk=8, num_experts=256, num_ranks=8)
+SMALL = dict(num_tokens=5, hidden=16, num_topk=3, num_experts=6, num_ranks=2)
+CALLS = [
+    (8, 256, 14336, 8, 16 << 20),  # W1
+    (1, 1, 16, 1, 1),  # the least
+    (2, 4, 64, 2, 4096),
+    (3, 9, 32, 3, 100),  # staging grows until a token fits
+    (8, 247, 14336, 8, 1 << 20),  # 256 words exactly
+    (8, 248, 14336, 8, 1 << 20),  # one more
+    (16, 4096, 57344, 32, 3 << 20),
+    (17, 34, 16, 1, 1000),  # flags of 17 ranks take two units
+    (64, 8192, 1 << 20, 32, 16 << 20),
+]
+
+
+def test_example():
+    """The worked example of the docstring."""
+    (example,) = doctest.DocTestFinder().find(jax_ep.buffer_bytes, "buffer_bytes", globs={})
+    assert example.examples and doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_own_memory_of_w1():
+    """64 MiB is the limit for W1 at R = 8, whatever the layout."""
+    for layout in ("expert", "token", "batched"):
+        assert jax_ep.buffer_bytes(**W1, layout=layout, capacity=8192).arena <= 64 << 20
+
+
+def mirrored(call):
+    shape = memory.arena_shape(*call)
+    return [*shape, memory.arena_bytes(call[0], *shape)]
+
+
+def test_arena_of_the_header(tmp_path):
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs nvcc's host compiler")
+    program, checkout = tmp_path / "layout_test", pathlib.Path(__file__).parent.parent
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-I."]
+    subprocess.run(
+        [compiler, *flags, "cuda/tests/layout_test.cc", "-o", program], cwd=checkout, check=True, timeout=300
+    )
+    text = "".join(" ".join(map(str, call)) + "\n" for call in CALLS)
+    out = subprocess.run([program], input=text, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert [[int(n) for n in line.split()] for line in out.splitlines()] == [mirrored(call) for call in CALLS]
+
+
+@pytest.mark.skipif(bool(_ffi.available()), reason="needs the CUDA extension")
+@pytest.mark.parametrize("call", CALLS)
+def test_arena_of_the_extension(call):
+    shape = _ffi.arena_shape(*call)
+    assert [*shape, _ffi.module().arena_bytes(call[0], *shape)] == mirrored(call)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": "expert", "expert_alignment": 4},
+        {"layout": "expert", "capacity": 24, "dtype": jnp.float32},
+        {"layout": "token"},
+        {"layout": "token", "capacity": 7},
+        {"layout": "batched", "capacity": 6, "dtype": jnp.float16},
+    ],
+    ids=str,
+)
+def test_results_of_real_calls(make_mesh, monkeypatch, changes):
+    """What a program's dispatch and combine return on a rank, and what the lowered calls take beside that."""
+    sizes = {**SMALL, **changes}
+    taken = jax_ep.buffer_bytes(**sizes)
+    num_ranks, dtype = sizes["num_ranks"], sizes.get("dtype", jnp.bfloat16)
+    kwargs = {k: v for k, v in changes.items() if k != "dtype"}
+
+    def layer(x, idx, w):
+        recv = jax_ep.dispatch(x, idx, w, num_experts=sizes["num_experts"], axis_name="ep", **kwargs)
+        return recv, jax_ep.combine(recv.x, recv.handle)
+
+    shape = (num_ranks, sizes["num_tokens"], sizes["num_topk"])
+    args = np.zeros((*shape[:2], sizes["hidden"]), dtype), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    program = testing.on_ranks(layer, make_mesh(num_ranks))
+    recv, out = program(*args)
+    per_rank = lambda *arrays: sum(np.asarray(a).nbytes for a in arrays) // num_ranks
+    assert taken.recv == per_rank(recv.x, recv.weights)
+    assert taken.handle == per_rank(*recv.handle.arrays, recv.handle.stats)
+    assert taken.out == per_rank(out)
+    assert taken.total == taken.arena + taken.recv + taken.handle + taken.scratch + taken.out
+
+    asked = set()
+
+    def arena_shape(*call):
+        asked.add((call[0], *memory.arena_shape(*call)))
+        return memory.arena_shape(*call)
+
+    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "")
+    monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None: None)
+    monkeypatch.setattr(bootstrap, "bind", lambda *call_site: None)
+    monkeypatch.setattr(lowering._ffi, "arena_shape", arena_shape)
+    monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
+    text = program.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert taken.arena == sum(memory.arena_bytes(*shape) for shape in asked)
+    (results,) = re.findall(r"custom_call @jax_ep_combine\(.*-> \((.*)\)", text)
+    *dims, kind = re.findall(r"tensor<([^>]*)>", results)[-1].split("x")
+    assert taken.scratch == np.prod([int(n) for n in dims]) * {"16": 2, "32": 4, "i8": 1}[kind[-2:]]
+
+
+def test_two_arenas_where_rows_differ_much():
+    """A window too small for the larger row makes a size class of its own."""
+    config = jax_ep.Config(staging_bytes=1 << 10)
+    one = jax_ep.buffer_bytes(**SMALL, config=config).arena
+    assert one == memory.arena_bytes(2, *memory.arena_shape(2, 6, 32, 3, 1 << 10))
+    assert jax_ep.buffer_bytes(**{**SMALL, "hidden": 4096}, config=config).arena > one
+
+
+def test_more_ranks_than_devices(make_mesh):
+    """Nothing runs: any group can be asked about, also under another mesh and inside a shard_map."""
+    assert len(jax.devices()) < 64
+    with jax.set_mesh(make_mesh(2, axis_names=("ep",))):
+        big = jax_ep.buffer_bytes(**{**W1, "num_ranks": 64}, layout="token")
+    assert big.recv == 64 * 4096 * (7168 * 2 + 8 * 4)
+    inside = testing.on_ranks(lambda x: jnp.zeros(jax_ep.buffer_bytes(**SMALL).out), make_mesh(4))
+    assert jax.eval_shape(inside, np.zeros(4)).shape == (4, 5 * 16 * 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"num_ranks": 0}, ValueError, "num_ranks=0"),
+        ({"num_experts": 7}, ValueError, "num_experts=7"),
+        ({"hidden": 3}, ValueError, "16 bytes"),
+        ({"dtype": jnp.int32}, TypeError, "int32"),
+        ({"capacity": 10, "expert_alignment": 4}, ValueError, "capacity=12"),
+        ({"layout": "rows"}, ValueError, "'rows'"),
+        ({"config": {}}, TypeError, "jax_ep.Config"),
+    ],
+)
+def test_mistakes(changes, error, text):
+    with pytest.raises(error, match=text):
+        jax_ep.buffer_bytes(**{**SMALL, **changes})
