@@ -18,6 +18,7 @@ from jax_ep.combine import combine
 from jax_ep.config import Config
 from jax_ep.dispatch import dispatch
 from jax_ep.layout import Handle, Recv
+from jax_ep.quantize import Quantized
 
 _CONTROL_BYTES = _ANNOUNCE_BYTES = _FLAGS_UNIT = 128
 _MAX_BLOCKS = 256
@@ -32,7 +33,7 @@ class BufferBytes:
     arena: int  # own symmetric memory: per group and size class, shared by all calls, made at compile time, kept
     recv: int  # what dispatch delivers: rows, with their scales if quantised, and weights
     handle: int  # the integer arrays of the handle; recv's sizes and counts are some of them
-    scratch: int  # partial sums in combine, only while it runs
+    scratch: int  # partial sums in combine, or narrow rows that "fp8_wire" widens: only while the call runs
     out: int  # what combine returns
 
     @property
@@ -88,21 +89,23 @@ def buffer_bytes(
       ValueError, TypeError, NotImplementedError: as `dispatch` raises them.
 
     Notes:
-      Callable anywhere; no device is used. arena and scratch are those of the CUDA implementation (the pure-JAX one
-      has no arena, and gathers [num_ranks * num_tokens, hidden] instead). The driver rounds the arena up to its unit,
-      mostly 2 MiB. A backward pass takes scratch, recv and out once more; what it keeps from the forward pass is
-      the handle and, for weighted sums, the experts' output. What XLA, the experts and CUDA itself take is not in it.
+      Callable anywhere; no device is used. arena and scratch are those of the CUDA implementation, with a combine that
+      does not quantise; the pure-JAX one has no arena and gathers [num_ranks * num_tokens, hidden] instead. The
+      driver rounds the arena up to its unit, mostly 2 MiB. A backward pass takes scratch, recv and out once more; what
+      it keeps from the forward pass is the handle and, for weighted sums, the experts' output. What XLA, the experts
+      and CUDA itself take is not in it.
     """
     num_ranks = shapes.positive_int("buffer_bytes", "num_ranks", num_ranks)
     config = shapes.config("buffer_bytes", config)
+    is_wire = quantize == "fp8_wire"  # the rows arrive as in "fp8" and are then widened
     traced: dict = {}
 
     def layer(x, idx, weights):
         recv = dispatch(
             x, idx, weights, num_experts=num_experts, axis_name="ep", layout=layout, capacity=capacity,
-            expert_alignment=expert_alignment, quantize=quantize, config=config,
+            expert_alignment=expert_alignment, quantize="fp8" if is_wire else quantize, config=config,
         )  # fmt: skip
-        rows = jnp.zeros(_data(recv).shape, dtype)
+        rows = jnp.zeros(_parts(recv)[0].shape, dtype)
         traced.update(recv=recv, out=combine(rows, recv.handle))
         return x
 
@@ -118,18 +121,20 @@ def buffer_bytes(
 
     recv, out = traced["recv"], traced["out"]
     handle: Handle = recv.handle
-    data, scale = _data(recv), getattr(recv.x, "scale", None)
+    data, scale = _parts(recv)
     row_bytes = hidden * out.dtype.itemsize
     sent_bytes = hidden * data.dtype.itemsize
     if scale is not None:
         sent_bytes += shapes.round_up(scale.shape[-1] * scale.dtype.itemsize, shapes.ROW_UNIT_BYTES)
+    delivered = handle.spec.num_rows * row_bytes if is_wire else _bytes(data, scale)
+    partials = 0 if layout == "token" else handle.spec.num_slots(num_tokens) * row_bytes
     # Calls whose rows differ much in size may need two arenas.
     arenas = {arena_shape(num_ranks, num_experts, n, num_topk, config.staging_bytes) for n in (sent_bytes, row_bytes)}
     return BufferBytes(
         arena=sum(arena_bytes(num_ranks, *shape) for shape in arenas),
-        recv=_bytes(data, scale, recv.weights),
+        recv=delivered + _bytes(recv.weights),
         handle=_bytes(*handle.arrays, handle.stats),
-        scratch=0 if layout == "token" else handle.spec.num_slots(num_tokens) * row_bytes,
+        scratch=max(partials, _bytes(data, scale) if is_wire else 0),
         out=_bytes(out),
     )
 
@@ -153,9 +158,9 @@ def arena_bytes(num_ranks: int, count_words: int, staging_bytes: int) -> int:
     return shapes.round_up(_CONTROL_BYTES + flags + mailbox + workspace, _STAGING_UNIT) + staging_bytes
 
 
-def _data(recv: Recv):
-    """The rows themselves, without their scales."""
-    return getattr(recv.x, "data", recv.x)
+def _parts(recv: Recv):
+    """The rows and their scales, if they have any."""
+    return (recv.x.data, recv.x.scale) if isinstance(recv.x, Quantized) else (recv.x, None)
 
 
 def _bytes(*arrays) -> int:

@@ -312,6 +312,31 @@ def test_layer_with_replicas_equals_the_one_without(make_mesh):
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, expected)
 
 
+def test_several_and_automatic_axes(make_mesh):
+    """A map beside mesh axes that stay automatic, and ranks counted over two axes."""
+    mesh = make_mesh(2, 2, axis_names=("dp", "ep"))
+    for names, manual in (("ep", {"ep"}), (("dp", "ep"), {"dp", "ep"})):
+        num_ranks = 2 * len(manual)
+        idx = testing.routing("zipf", num_ranks=num_ranks, num_tokens=5, num_topk=2, num_experts=3)
+        x = testing.code_rows(num_ranks, 5, HIDDEN)
+        expert_map = jax_ep.balance([5, 1, 1], 4, num_ranks=num_ranks)
+        spec = PartitionSpec(names)
+
+        def layer(expert_map, x, idx, names=names):
+            recv = jax_ep.dispatch(
+                x, idx, num_experts=3, axis_name=names, expert_map=expert_map, num_physical_experts=4
+            )
+            return jax_ep.combine(recv.x, recv.handle), recv.load, recv.handle.topk_idx
+
+        in_specs = (PartitionSpec(), spec, spec)
+        run = jax.shard_map(layer, mesh=mesh, in_specs=in_specs, out_specs=spec, axis_names=manual)
+        out, load, physical = jit(run)(expert_map, x.reshape(-1, HIDDEN), idx.reshape(-1, 2))
+        np.testing.assert_array_equal(out, 2 * x.reshape(-1, HIDDEN))
+        np.testing.assert_array_equal(load.reshape(num_ranks, 3), testing.oracle_load(idx, 3))
+        expected, _ = testing.oracle_replicas(idx, expert_map, 4)
+        np.testing.assert_array_equal(physical.reshape(idx.shape), expected)
+
+
 def test_load_is_dropped_where_nobody_reads_it(make_mesh):
     """The load is a scatter of its own beside the exchange, and not a residual of the backward pass."""
     x, idx = np.zeros((2, 4, 8), np.float32), np.zeros((2, 4, 2), np.int32)

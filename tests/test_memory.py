@@ -138,6 +138,13 @@ def test_more_ranks_than_devices(make_mesh):
     assert jax.eval_shape(inside, np.zeros(4)).shape == (4, 5 * 16 * 2)
 
 
+def test_nothing_wraps():
+    """B26: bytes beyond 2**31 and 2**32 are exact."""
+    taken = jax_ep.buffer_bytes(**{**W1, "num_ranks": 64})
+    assert taken.recv == 64 * 4096 * 8 * (7168 * 2 + 4) > 2**34
+    assert taken.scratch == 64 * 4096 * 7168 * 2 and type(taken.total) is int
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
