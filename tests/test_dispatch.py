@@ -215,6 +215,24 @@ def test_weights_of_other_float_types(make_mesh):
     assert sorted(np.asarray(weights)[np.asarray(weights) != 0]) == sorted(w.astype(np.float32).ravel())
 
 
+def test_x64(make_mesh):
+    """B21, B17: with 64-bit types on, int64 ids give the same bits, handles stay i32, and float64 rows are refused."""
+    x = testing.code_rows(2, 7, 8)
+    idx = testing.routing("invalid", num_ranks=2, num_tokens=7, num_topk=3, num_experts=4).astype(np.int64)
+    idx[0, 0] = 2**32 - 1, 2**32, -(2**32)  # -1, 0 and 0 if they wrapped
+    w = np.random.default_rng(0).random(idx.shape)
+    send = lambda x, idx, w: jax_ep.dispatch(x, idx, w, num_experts=4, axis_name="ep")
+    with jax.enable_x64(True):
+        program = testing.on_ranks(lambda *a: (r := send(*a), jax_ep.combine(r.x, r.handle)), make_mesh(2))
+        recv, out = program(x, idx, w)
+        with pytest.raises(TypeError, match="float64.*cast"):
+            jax.eval_shape(program, x.astype(np.float64), idx, w)
+        oracle = testing.oracle_dispatch(x, idx, w.astype(np.float32), num_experts=4)
+        testing.check_recv(recv, oracle)
+        testing.same_bits(out, testing.oracle_combine(oracle, oracle.x))
+    assert oracle.stats[0, 2] >= 3
+
+
 @pytest.mark.parametrize(("layout", "capacity"), [("expert", 8), ("batched", 3)])
 def test_second_tensor_reports_the_same_routing(make_mesh, layout, capacity):
     """dispatch(x2, handle=): another hidden and dtype, the routing's sizes and statistics, no weights."""

@@ -162,6 +162,33 @@ def test_equal_programs_have_equal_text(make_mesh, usable):
     assert lowered(make_mesh(2)) == lowered(make_mesh(2))
 
 
+def test_row_major_operands_and_results(make_mesh, usable):
+    """B19: every array of a call is pinned to row-major order, so XLA copies what it holds otherwise."""
+    found = calls(lowered(make_mesh(2)))
+    assert found
+    for _, operands, results, attributes in found:
+        for what, types in (("operand", operands), ("result", results)):
+            (layouts,) = re.findall(rf"{what}_layouts = \[(.*?)\](?:, \w+ =|$)", attributes)
+            ranks = [t.count("x") for t in types]
+            expected = ["[1, 0]" if n == 2 else "0" for n in ranks]
+            assert re.findall(r"dense<(.*?)> : tensor<\dxindex>", layouts) == expected and max(ranks) == 2
+
+
+def test_export_for_cuda(make_mesh, usable):
+    """B52: jax.export asks for each of our targets by name, and then holds the calls and no address."""
+    program = testing.on_ranks(lambda *a: layer(*a), make_mesh(2))
+    sharding = jax.sharding.NamedSharding(make_mesh(2), jax.sharding.PartitionSpec("ep"))
+    args = [jax.device_put(a, sharding) for a in (X, IDX, W)]
+    with pytest.raises(ValueError, match="jax_ep_dispatch"):
+        jax.export.export(program, platforms=["cuda"])(*args)
+    targets = ("jax_ep_dispatch", "jax_ep_redispatch", "jax_ep_combine")
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in targets]
+    exported = jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(*args)
+    assert {target for target, *_ in calls(exported.mlir_module())} == set(targets)
+    again = jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(*args)
+    assert again.mlir_module() == exported.mlir_module()
+
+
 def test_falls_back_with_one_logged_line(make_mesh, monkeypatch, caplog):
     """implementation=None: the reference where CUDA is impossible, and the reason once, not once per call."""
     monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "a reason of this test")
