@@ -2,7 +2,8 @@
 
 The GPU twin of tests/test_fuzz.py: 17 routings through each of 12 sets of R ranks on R streams of one process. Every
 output is poisoned before every call. Bulk and vector copies and direct and staged moves take turns over the sets;
-test_loopback.py has every case on all of them, and says how such a file runs alone.
+test_loopback.py has every case on all of them, and says how such a file runs alone. Sizes that are not drawn (tokens,
+hidden, experts) go through in steps.
 """
 
 import numpy as np
@@ -108,6 +109,38 @@ def check(ranks: Ranks, topk_idx: np.ndarray, data_seed: int) -> None:
     ranks.call("redispatch", ("recv_x", "recv_weights"))
     ranks.same("recv_x", testing.oracle_redispatch(oracle, i.g_out), "gradient of y")
     ranks.same("recv_weights", oracle.weights, "weights along the handle")
+
+
+def check_once(case: Case) -> None:
+    ranks, sizes = Ranks(case), sizes_of(case)
+    for n, kind in enumerate(("duplicates", "masked")):
+        routing = dict(num_ranks=case.ranks, num_tokens=case.tokens, num_topk=case.topk, num_experts=case.experts)
+        check(ranks, testing.routing(kind, **routing, seed=n), sizes.num_tokens + n)
+
+
+@pytest.mark.parametrize("layout", ["expert", "token"])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 8, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 672])
+def test_token_counts(tokens, layout):
+    """B05, B25: around every unit in which tokens may be counted; capacities are the default ones."""
+    check_once(Case(ranks=2, experts=8, topk=2, tokens=tokens, hidden=64, layout=layout, staged=tokens % 2 == 0))
+
+
+@pytest.mark.parametrize("bulk", [True, False], ids=["bulk", "vector"])
+@pytest.mark.parametrize(
+    "hidden",
+    [8, 24, 32, 64, 120, 128, 192, 520, 1536, 2048, 2560, 2880, 3072, 4096, 5120, 6144, 7168, 8192, 16384],
+)  # fmt: skip
+def test_hidden_sizes(hidden, bulk):
+    """B16: to the last column, whatever the row's size; nothing lies between two rows, so a long copy shows."""
+    check_once(
+        Case(ranks=2, experts=4, topk=2, tokens=17, hidden=hidden, layout="token", bulk=bulk, staging_bytes=1 << 16)
+    )
+
+
+@pytest.mark.parametrize(("experts", "tokens"), [(2, 1), (4, 128), (64, 1), (128, 128), (256, 5), (512, 1), (512, 128)])
+def test_expert_counts(experts, tokens):
+    """B20: fewer and more experts than threads of a block, one token and many."""
+    check_once(Case(ranks=2, experts=experts, topk=2, tokens=tokens, hidden=64, sms=1 + experts % 3))
 
 
 def test_enough_routings_over_few_cases():
