@@ -76,7 +76,7 @@ def dispatch(
         this entry and its weight is never read. Ids outside [-1, num_experts) count as -1 and in num_invalid. The
         same expert twice in a token is two rows. num_topk is at most 32 and at most num_experts.
       topk_weights: [num_tokens, num_topk] any float type, used as float32; None: recv.weights is None.
-      num_experts: experts of the whole group; a multiple of the number of ranks.
+      num_experts: experts of the whole group; a multiple of the number of ranks, except with expert_map.
       axis_name: mesh axis of the expert-parallel group, or a tuple of axes (major first).
       handle: `recv.handle` of an earlier dispatch: sends a second tensor along the same routing, without
         exchanging it again. Only x, quantize and zero_tail go with it; everything else comes from the handle.
