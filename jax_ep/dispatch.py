@@ -29,7 +29,7 @@ def dispatch(
     zero_tail: bool = True,
     expert_map: jax.Array | None = None,
     num_physical_experts: int | None = None,
-    window: jax.Array | None = None,
+    window: jax.Array | int | None = None,
     config: Config | None = None,
     implementation: str | None = None,
 ) -> Recv:
@@ -102,7 +102,11 @@ def dispatch(
         (r + token) % (replicas of its expert). Ids outside [0, num_physical_experts) are no replicas; entries of an
         expert without any count as -1 and in num_masked. None: each expert is its own only replica.
       num_physical_experts: static int, a multiple of the number of ranks; goes with expert_map only.
-      window: reserved, likewise.
+      window: int or traced integer scalar, equal on all ranks: delivers rows [window * capacity, (window + 1) *
+        capacity) of the order above ("batched": of each expert's) instead of the first ones. recv.num_windows such
+        windows hold all rows; one past them is empty. Rows of other windows are neither dropped nor kept here: they
+        give 0 in combine, so that the sum over windows is complete (`windowed` makes it). None: window 0, and what is
+        beyond it is dropped.
       config: `jax_ep.Config`, the same on all ranks; None: its defaults.
       implementation: "cuda" (never falls back), "xla" (pure JAX, every backend), or None: cuda where all ranks of
         the group can use it, else xla, logged once.
@@ -132,7 +136,7 @@ def dispatch(
       are those that `jax.lax.ragged_dot` takes. Unlike there, rows are grouped by expert on request, any number
       of ranks works, and the routing travels in a handle of plain arrays.
     """
-    shapes.not_implemented("dispatch", quantize=quantize, window=window)
+    shapes.not_implemented("dispatch", quantize=quantize)
     if handle is not None:
         shapes.only_with_routing(
             "dispatch",
@@ -146,6 +150,7 @@ def dispatch(
             expert_alignment=(expert_alignment, 1),
             expert_map=(expert_map, None),
             num_physical_experts=(num_physical_experts, None),
+            window=(window, None),
             config=(config, None),
             implementation=(implementation, None),
         )
@@ -178,7 +183,7 @@ def dispatch(
     logical_idx, num_masked = idx, None
     if expert_map is not None:
         idx, num_masked = experts.choose_replicas(idx, expert_map, num_physical, names)
-    arrays = (x, autodiff.no_side(), idx, weights, jnp.full(1, -1, jnp.int32))
+    arrays = (x, autodiff.no_side(), idx, weights, shapes.window("dispatch", window))
     recv_x, _, recv_weights, handle = autodiff.dispatch(spec, quantize, *_compat.vary_together(arrays, names))
     handle = experts.with_load(handle, logical_idx, num_experts, num_masked)
     if topk_weights is None:

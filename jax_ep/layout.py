@@ -97,10 +97,10 @@ class Recv:
     group_sizes: jax.Array | None  # "expert": i32 [L] padded rows per local expert, what ragged_dot takes
     counts: jax.Array  # i32 [L] kept rows, or kept (token, expert) pairs ("token")
     demand: jax.Array  # i32 scalar: rows wanted before dropping, padded; "batched": of the fullest local expert
-    num_dropped: jax.Array  # i32 scalar: rows of this rank that did not fit into C
+    num_dropped: jax.Array  # i32 scalar: rows of this rank that did not fit into C; with window= always 0
     num_invalid: jax.Array  # i32 scalar: ids outside [-1, num_experts) among this rank's own entries
     num_masked: jax.Array  # i32 scalar: this rank's own entries whose expert has no replica in expert_map
-    num_windows: jax.Array  # i32 scalar: always 1 so far
+    num_windows: jax.Array  # i32 scalar: windows of C rows that hold all rows of all ranks, at least 1
     load: jax.Array  # i32 [num_experts] this rank's own entries per logical expert, before dropping
     handle: Handle
 

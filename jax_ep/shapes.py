@@ -241,6 +241,21 @@ def topk_weights(op: str, weights, shape: tuple[int, int]) -> jax.Array:
     return _floats(op, "topk_weights", weights, shape, "the shape of topk_idx")
 
 
+def window(op: str, value) -> jax.Array:
+    """i32 [1]; -1 when absent."""
+    if value is None:
+        return jnp.full(1, -1, jnp.int32)
+    value = value if isinstance(value, (np.ndarray, jax.Array)) else jnp.asarray(value)
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(
+            f"{op}: got window of shape {value.shape} {value.dtype}, expected an int or an integer scalar, "
+            "from 0 to recv.num_windows - 1"
+        )
+    if not isinstance(value, jax.core.Tracer) and value < 0:
+        raise ValueError(f"{op}: got window={value}, expected 0 or more; None delivers the first rows")
+    return jnp.maximum(_int32(op, "window", value), 0).reshape(1)
+
+
 def layout(op: str, value) -> str:
     """A layout that exists."""
     if value not in LAYOUTS:

@@ -54,7 +54,9 @@ class Inputs:
     g_out: np.ndarray
 
 
-def make_inputs(sizes: Sizes, topk_idx: np.ndarray, seed: int = 0) -> tuple[Inputs, testing.Oracle]:
+def make_inputs(
+    sizes: Sizes, topk_idx: np.ndarray, seed: int = 0, window: int | None = None
+) -> tuple[Inputs, testing.Oracle]:
     """Inputs with NaN wherever the contract says that nothing is read, and what dispatch must make of them."""
     s = sizes
     rng = np.random.default_rng(seed)
@@ -69,6 +71,7 @@ def make_inputs(sizes: Sizes, topk_idx: np.ndarray, seed: int = 0) -> tuple[Inpu
         layout=s.layout,
         capacity=s.capacity,
         expert_alignment=s.expert_alignment,
+        window=window,
     )
     held = np.zeros(oracle.x.shape[:2], bool)
     for *_, rank, row in oracle.entries():
@@ -102,7 +105,7 @@ def make_inputs(sizes: Sizes, topk_idx: np.ndarray, seed: int = 0) -> tuple[Inpu
     return inputs, oracle
 
 
-def exchange(sizes: Sizes, i: Inputs) -> dict:
+def exchange(sizes: Sizes, i: Inputs, window: jax.Array | None = None) -> dict:
     """On one rank: every operation and its gradients."""
     kwargs = dict(
         num_experts=sizes.num_experts,
@@ -111,6 +114,7 @@ def exchange(sizes: Sizes, i: Inputs) -> dict:
         capacity=sizes.capacity,
         expert_alignment=sizes.expert_alignment,
         zero_tail=sizes.zero_tail,
+        window=window,
         implementation=sizes.implementation,
         config=sizes.config,
     )

@@ -33,6 +33,7 @@ def test_public_names():
             jax_ep.combine,
             jax_ep.quantize,
             jax_ep.routing_layout,
+            jax_ep.windowed,
             jax_ep.check,
             jax_ep.reset,
         )
@@ -41,6 +42,6 @@ def test_public_names():
         assert isinstance(getattr(jax_ep, name), type)
     for name in ("PeerTimeout", "PeerLost", "MismatchError", "PeerFailed", "SetupTimeout", "SetupError"):
         assert issubclass(getattr(jax_ep.errors, name), jax_ep.errors.EpError)
-    for function in (jax_ep.dispatch, jax_ep.combine, jax_ep.quantize, jax_ep.routing_layout):
+    for function in (jax_ep.dispatch, jax_ep.combine, jax_ep.quantize, jax_ep.routing_layout, jax_ep.windowed):
         for section in ("Example:", "Args:", "Returns:", "Raises:", "Notes:", "Source:"):
             assert section in function.__doc__

@@ -77,6 +77,9 @@ DISPATCH_MISTAKES = {
         ValueError,
         ["expert_alignment=8", '"batched"', "leave it 1"],
     ),
+    "window negative": ({"window": -1}, ValueError, ["window=-1", "0 or more", "None"]),
+    "window float": ({"window": 0.5}, TypeError, ["float32", "integer scalar", "num_windows"]),
+    "window rank": ({"window": np.zeros(1, np.int32)}, TypeError, ["shape (1,)", "integer scalar"]),
     "rows of all experts": (
         {"layout": "batched", "capacity": 1 << 30},
         ValueError,
@@ -108,7 +111,6 @@ def test_dispatch_mistakes(make_mesh, name):
     [
         {"mode": "latency"},
         {"quantize": "fp8"},
-        {"window": 0},
     ],
     ids=lambda later: next(iter(later)),
 )
@@ -194,6 +196,7 @@ def test_recv_instead_of_handle(make_mesh):
         {"mode": "throughput"},
         {"capacity": 8},
         {"expert_alignment": 2},
+        {"window": 0},
         {"config": jax_ep.Config()},
         {"implementation": "xla"},
     ],
