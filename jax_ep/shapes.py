@@ -245,7 +245,7 @@ def window(op: str, value) -> jax.Array:
     """i32 [1]; -1 when absent."""
     if value is None:
         return jnp.full(1, -1, jnp.int32)
-    value = value if isinstance(value, (np.ndarray, jax.Array)) else jnp.asarray(value)
+    value = value if isinstance(value, jax.Array) else np.asarray(value)
     if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(
             f"{op}: got window of shape {value.shape} {value.dtype}, expected an int or an integer scalar, "

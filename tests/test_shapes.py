@@ -78,7 +78,7 @@ DISPATCH_MISTAKES = {
         ["expert_alignment=8", '"batched"', "leave it 1"],
     ),
     "window negative": ({"window": -1}, ValueError, ["window=-1", "0 or more", "None"]),
-    "window float": ({"window": 0.5}, TypeError, ["float32", "integer scalar", "num_windows"]),
+    "window float": ({"window": 0.5}, TypeError, ["float64", "integer scalar", "num_windows"]),
     "window rank": ({"window": np.zeros(1, np.int32)}, TypeError, ["shape (1,)", "integer scalar"]),
     "rows of all experts": (
         {"layout": "batched", "capacity": 1 << 30},
