@@ -224,8 +224,11 @@ def test_bf16_router_gradient(layout, make_mesh):
 def test_undefined_tail_reaches_nothing(layout, make_mesh, monkeypatch):
     """The layer asks for no zeroed tail: rows past the last one may hold anything, NaN included."""
 
+    calls = []
+
     def poisoned(*args, **kwargs):
         recv = original(*args, **kwargs)
+        calls.append(kwargs["zero_tail"])
         rows = jnp.arange(recv.x.shape[0])[:, None]
         num_rows = jnp.sum(recv.group_sizes) if layout == "expert" else recv.handle.recv_offsets[-1]
         return dataclasses.replace(recv, x=jnp.where(rows < num_rows, recv.x, jnp.nan))
@@ -233,6 +236,7 @@ def test_undefined_tail_reaches_nothing(layout, make_mesh, monkeypatch):
     original = nn.dispatch
     monkeypatch.setattr(nn, "dispatch", poisoned)
     check_against_oracle(make_mesh(2), dataclasses.replace(CONFIG, layout=layout))
+    assert calls and not any(calls)
 
 
 # Policy of jax.checkpoint, and the exchanges in forward and backward together: dispatch, redispatch, combine.

@@ -55,6 +55,14 @@ def stages(cache: str) -> list[Stage]:
     plan += [Stage("R=2 programs", 2, 90, (programs,), alone), Stage("R=4 programs", 4, 150, (programs,), alone)]
     plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000"), alone)]
     plan += [Stage("R=8 training", 8, 120, ("test_training_processes.py",))]
+    plan += [Stage("R=2 large", 2, 90, ("test_large_processes.py",))]
+    # Every launch waits for its kernel, and all code is loaded when the process starts.
+    blocking = {"CUDA_LAUNCH_BLOCKING": "1", "CUDA_MODULE_LOADING": "EAGER"}
+    plan += [Stage("R=2 blocking", 2, 60, (exchange, "-k", "(routings and zipf) or recorded"), blocking)]
+    # XLA records whatever it may into command buffers; our calls do not say that they can be.
+    graphs = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES"
+    graphs = {"XLA_FLAGS": f"--xla_gpu_enable_command_buffer={graphs} --xla_gpu_graph_min_graph_size=1"}
+    plan += [Stage("R=2 graphs", 2, 90, (programs, "-k", "1000_are or recorded"), graphs)]
     plan += [Stage("faults", 3, 120, ("test_faults_processes.py",))]
     plan += [Stage("growing pool", 2, 60, ("test_pool_processes.py",), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})]
     plan += [Stage(f"memory, {how}", 8, 60, ("test_memory_processes.py",), cached) for how in ("compiled", "cached")]
