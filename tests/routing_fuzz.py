@@ -57,13 +57,15 @@ def routings(draw, sizes: Sizes) -> np.ndarray:
     return idx.astype(np.int32)
 
 
-def exact_inputs(sizes: Sizes, topk_idx: np.ndarray, seed: int) -> tuple[Inputs, testing.Oracle]:
+def exact_inputs(
+    sizes: Sizes, topk_idx: np.ndarray, seed: int, window: int | None = None
+) -> tuple[Inputs, testing.Oracle]:
     """`make_inputs` with integers for the rows that are weighted and powers of two for their weights.
 
     Products and their f32 sums are exact then, in any order, fused or not; the large integers still make every payload
     dtype but f32 round the sums. None is 0, so that no sum of zeros can differ in its sign.
     """
-    inputs, oracle = make_inputs(sizes, topk_idx, seed)
+    inputs, oracle = make_inputs(sizes, topk_idx, seed, window)
     rng = np.random.default_rng([seed, 1])
 
     def like(old, values):  # NaN stays where nothing is read
