@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _compat, shapes
+from jax_ep import _compat, experts, shapes
 from jax_ep.combine import combine
 from jax_ep.config import Config
 from jax_ep.dispatch import dispatch
@@ -31,6 +31,8 @@ def windowed(
     layout: str = "expert",
     expert_alignment: int = 1,
     bias: jax.Array | None = None,
+    expert_map: jax.Array | None = None,
+    num_physical_experts: int | None = None,
     config: Config | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -89,6 +91,9 @@ def windowed(
       layout: "expert", "token" or "batched". Default "expert".
       expert_alignment: as for `dispatch`; capacity is a multiple of it.
       bias: [num_tokens, hidden of y] in y's dtype, added once in float32; None: nothing.
+      expert_map: as for `dispatch`. `expert_fn` then works on physical experts, and its recv knows no others
+        (recv.load counts physical ones there).
+      num_physical_experts: as for `dispatch`.
       config: as for `dispatch`.
       implementation: as for `dispatch`.
 
@@ -118,17 +123,21 @@ def windowed(
       Own design; the windows are those of `dispatch(window=)`.
     """
     names = shapes.axis_names("windowed", axis_name)
-    num_experts = shapes.num_experts("windowed", num_experts, shapes.num_ranks("windowed", names), names)
+    expert_map, num_experts, num_physical = shapes.physical_experts(
+        "windowed", expert_map, num_physical_experts, num_experts, shapes.num_ranks("windowed", names), names
+    )
     x = shapes.payload("windowed", "x", x, "[num_tokens, hidden]")
     topk_idx = shapes.topk_idx("windowed", topk_idx, num_experts, x.shape[0])
     if topk_weights is not None:
         topk_weights = shapes.topk_weights("windowed", topk_weights, topk_idx.shape)
+    if expert_map is not None:  # once, for all windows and both directions
+        topk_idx, _ = experts.choose_replicas(topk_idx, expert_map, num_physical, names)
     leaves, treedef = jax.tree.flatten(params)
     plan = _Plan(
         expert_fn,
         treedef,
         dict(
-            num_experts=num_experts,
+            num_experts=num_physical,
             axis_name=names,
             capacity=capacity,
             layout=shapes.layout("windowed", layout),

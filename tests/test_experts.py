@@ -276,17 +276,22 @@ def test_layer_with_replicas_equals_the_one_without(make_mesh):
     expert_map = jax_ep.balance(np.bincount(idx[idx >= 0], minlength=num_experts), num_replicas, num_ranks=RANKS)
     spec = PartitionSpec("ep")
 
-    def layer(x, w, experts, expert_map):
+    def layer(x, w, experts, expert_map, in_windows=False):
         physical = None if expert_map is None else num_replicas
         if expert_map is not None:
             experts = jax_ep.gather_replicas(experts, expert_map, num_replicas)
 
+        def apply(experts, recv):
+            return jax.lax.ragged_dot(recv.x, experts, recv.group_sizes)
+
         def local(x, idx, w, experts, expert_map):
-            recv = jax_ep.dispatch(
-                x, idx, w, num_experts=num_experts, axis_name="ep", expert_map=expert_map, num_physical_experts=physical
-            )
-            y = jax.lax.ragged_dot(recv.x, experts, recv.group_sizes)
-            return jax_ep.combine(y, recv.handle, weights=recv.weights)
+            sizes = dict(num_experts=num_experts, num_physical_experts=physical)
+            if in_windows:
+                return jax_ep.windowed(
+                    apply, experts, x, idx, w, axis_name="ep", capacity=8, expert_map=expert_map, **sizes
+                )
+            recv = jax_ep.dispatch(x, idx, w, axis_name="ep", expert_map=expert_map, **sizes)
+            return jax_ep.combine(apply(experts, recv), recv.handle, weights=recv.weights)
 
         run = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, spec, spec, PartitionSpec()), out_specs=spec)
         return run(x, idx, w, experts, expert_map)
@@ -307,8 +312,9 @@ def test_layer_with_replicas_equals_the_one_without(make_mesh):
 
     sharded = jax.device_put(experts, NamedSharding(mesh, spec))
     expected = value_and_grads(dense)(x, w, experts, None)
-    for given in (None, expert_map):  # integers all of them: exact, in any order of summation
-        got = value_and_grads(layer)(x, w, sharded, given)
+    in_windows = functools.partial(layer, in_windows=True)
+    for one, given in ((layer, None), (layer, expert_map), (in_windows, expert_map)):
+        got = value_and_grads(one)(x, w, sharded, given)  # integers all of them: exact, in any order of summation
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, expected)
 
 
