@@ -170,6 +170,59 @@ def test_scan_over_checkpointed_layers_has_the_gradients_of_no_checkpoint(implem
         assert np.abs(expected).max() > 0
 
 
+def test_operands_in_another_memory_order(implementation):
+    """B19: rows and ids that XLA holds transposed, strided or reversed arrive like fresh copies of them."""
+    on = ranks.mesh()
+    size = on.devices.size
+    y = testing.code_rows(size, HIDDEN, NUM_TOKENS, "float32")  # columns are the tokens
+    idx = _routing(size)
+    send = _there_and_back(implementation, 3 * size)
+
+    def fn(y, ids):
+        product = jnp.matmul(jnp.eye(HIDDEN), y, precision=lax.Precision.HIGHEST).T
+        wide = jnp.repeat(y.T, 2, axis=1)
+        return [send(x, ids.T) for x in (y.T, product, wide[:, ::2], y.T[::-1])]
+
+    args = ranks.place(on, (y, np.ascontiguousarray(idx.transpose(0, 2, 1))))
+    program = testing.on_ranks(fn, on)
+    ranks.poison()
+    results = ranks.stacked(on, program(*args))
+    rows = y.transpose(0, 2, 1)
+    for x, (recv, out) in zip((rows, rows, rows, rows[:, ::-1]), results, strict=True):
+        oracle = testing.oracle_dispatch(x, idx, num_experts=3 * size)
+        testing.check_recv(recv, oracle)
+        testing.same_bits(out, testing.oracle_combine(oracle, oracle.x))
+
+
+def test_two_micro_batches_in_flight(implementation):
+    """B36: D(a) D(b) C(a) C(b), then C(b) C(a), without data flow between a and b, every rank late at random."""
+    on, rng = ranks.mesh(), random.Random(jax.process_index())
+    size, me = on.devices.size, jax.process_index()
+    sizes = {"a": (NUM_TOKENS, 3, "expert"), "b": (31, 2, "token")}
+    arrays, expected = {}, {}
+    for name, (num_tokens, num_topk, layout) in sizes.items():
+        x = testing.random_rows((size, num_tokens, HIDDEN), "float32")
+        routing = dict(num_ranks=size, num_tokens=num_tokens, num_topk=num_topk, num_experts=3 * size)
+        arrays[name] = x, testing.routing("masked", **routing)
+        oracle = testing.oracle_dispatch(*arrays[name], num_experts=3 * size, layout=layout)
+        expected[name] = testing.oracle_combine(oracle, oracle.x)[me]
+
+    def fn(arrays):
+        recv = {n: _there_and_back(implementation, 3 * size, sizes[n][2])(*arrays[n])[0] for n in "ab"}
+        orders = enumerate(("ab", "ba"), start=1)
+        return [{n: jax_ep.combine(recv[n].x * scale, recv[n].handle) for n in order} for scale, order in orders]
+
+    args = ranks.place(on, arrays)
+    program = testing.on_ranks(fn, on)
+    for call in range(200 if implementation == "cuda" else 5):
+        ranks.random_delay(rng)
+        if call % 20 == 0:
+            ranks.poison()
+        for scale, outs in enumerate(ranks.local(program(args)), start=1):
+            for name, out in outs.items():
+                testing.same_bits(out, expected[name] * np.float32(scale), f"micro-batch {name}, call {call}")
+
+
 def test_10000_calls_with_changing_routing(implementation):
     """No wrong row in 10 000 calls (100 on a CPU), every rank late at random, and memory stays as it is."""
     on = ranks.mesh()
