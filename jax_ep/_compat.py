@@ -22,11 +22,11 @@ def varying_axes(x) -> frozenset[str]:
     return frozenset(aval.vma)
 
 
-def vary_together(arrays: tuple, axes: tuple[str, ...]) -> tuple:
-    """Marks all arrays as varying over `axes` and over every axis that one of them varies over."""
+def vary_together(arrays, axes: tuple[str, ...]):
+    """Marks all arrays of a pytree as varying over `axes` and over every axis that one of them varies over."""
     if not _jax_config._check_vma.value:
         return arrays
-    union = frozenset(axes).union(*(varying_axes(a) for a in arrays))
+    union = frozenset(axes).union(*(varying_axes(a) for a in jax.tree.leaves(arrays)))
 
     def vary(a):
         missing = tuple(sorted(union - varying_axes(a)))
@@ -34,7 +34,7 @@ def vary_together(arrays: tuple, axes: tuple[str, ...]) -> tuple:
             return a
         return lax.pcast(a, missing, to="varying") if hasattr(lax, "pcast") else lax.pvary(a, missing)
 
-    return tuple(vary(a) for a in arrays)
+    return jax.tree.map(vary, arrays)
 
 
 def axis_size(axis_names: tuple[str, ...]) -> int | None:
@@ -81,6 +81,4 @@ def lower_fun_unchecked(fun):
 
 def vary_with_handle(arrays: tuple, handle):
     """`vary_together` over arrays and the arrays of a handle; returns the arrays, then the handle."""
-    leaves, tree = jax.tree.flatten(handle)
-    varied = vary_together((*arrays, *leaves), handle.spec.axis_name)
-    return (*varied[: len(arrays)], jax.tree.unflatten(tree, varied[len(arrays) :]))
+    return vary_together((*arrays, handle), handle.spec.axis_name)

@@ -17,6 +17,7 @@ from jax_ep import _compat
 from jax_ep import layout as layout_lib
 from jax_ep.layout import Handle, Spec
 from jax_ep.primitives import combine_p, dispatch_p, redispatch_p
+from jax_ep.quantize import Quantized, zero_carrier
 
 HANDLE_NAME = "jax_ep_handle"  # routing: small, saves the second exchange of counts under jax.checkpoint
 RECV_NAME = "jax_ep_recv"  # received rows and weights: large
@@ -28,34 +29,76 @@ def _named(tree, name: str):
     return jax.tree.map(lambda a: checkpoint_name(a, name), tree)
 
 
-def no_side() -> jax.Array:
-    """The side array of rows that have none."""
-    return jnp.zeros((0, 0), jnp.uint8)
+def _named_recv(recv_x, recv_weights):
+    """Received rows and weights with their name; a carrier has none, since saving it would give it a cost."""
+    if isinstance(recv_x, Quantized):
+        data, scale = jax.tree.map(_named_bytes, (recv_x.data, recv_x.scale))
+        return dataclasses.replace(recv_x, data=data, scale=scale), _named(recv_weights, RECV_NAME)
+    return _named((recv_x, recv_weights), RECV_NAME)
+
+
+def _named_bytes(a):
+    # jax.checkpoint puts `reduce_precision` on the floats that it saves, which makes 256 and more in float8_e4m3fn NaN.
+    if not jnp.issubdtype(a.dtype, jnp.floating) or a.dtype.itemsize > 1:
+        return checkpoint_name(a, RECV_NAME)
+    saved = checkpoint_name(jax.lax.bitcast_convert_type(a, jnp.uint8), RECV_NAME)
+    return jax.lax.bitcast_convert_type(saved, a.dtype)
+
+
+def _operands(x) -> tuple[jax.Array, jax.Array]:
+    """Rows and side array of an array or a `Quantized`."""
+    rows, scale = (x.data, x.scale) if isinstance(x, Quantized) else (x, None)
+    side = jnp.zeros((0, 0), jnp.uint8) if scale is None else scale
+    return _compat.vary_together((rows, side), ())
+
+
+def _received(x, quantize: str | None, rows, side):
+    """What `x` became: an array, or a `Quantized` with a carrier where there is a gradient to carry."""
+    if isinstance(x, Quantized):
+        carrier = None if x.carrier is None else zero_carrier(x.carrier, (len(rows), x.carrier.shape[1]))
+        return Quantized(rows, None if x.scale is None else side, carrier)
+    if quantize is not None:
+        return Quantized(rows, side, zero_carrier(x, rows.shape))
+    return rows
+
+
+def _return_rows(quantize: str | None, g_x, g_weights, handle: Handle):
+    """Cotangents of x (an array or a `Quantized`) and topk_weights, for those of what was received."""
+    if not isinstance(g_x, Quantized):
+        return _combine_plain(g_x, g_weights, handle)
+    if g_x.carrier is not None:
+        g_rows, g_weights = _combine_plain(g_x.carrier, g_weights, handle)
+        return g_rows if quantize is not None else Quantized(None, None, g_rows), g_weights
+    if len(g_weights) == 0:
+        return None, None
+    # Opaque rows without gradient, with weights that have one: rows as narrow as they can be go with them.
+    _, g_weights = _combine_plain(zero_carrier(g_weights, (handle.spec.num_rows, 4)), g_weights, handle)
+    return None, g_weights
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def dispatch(
-    spec: Spec, quantize: str | None, x, side, topk_idx, weights, window
-) -> tuple[jax.Array, jax.Array, jax.Array, Handle]:
-    """Received rows, side array and weights, and the handle."""
-    recv_x, recv_side, recv_weights, *routing = dispatch_p.bind(
-        x, side, topk_idx, weights, window, spec=spec, quantize=quantize
+    spec: Spec, quantize: str | None, x, topk_idx, weights, window
+) -> tuple[jax.Array | Quantized, jax.Array, Handle]:
+    """Received rows and weights, and the handle; x is an array or a `Quantized`."""
+    rows, side, recv_weights, *routing = dispatch_p.bind(
+        *_operands(x), topk_idx, weights, window, spec=spec, quantize=quantize
     )
     slot_meta, slot_token, group_sizes, counts, stats, topk_idx, slot, dst_row, recv_offsets = routing
     handle = Handle(topk_idx, slot, dst_row, slot_meta, slot_token, recv_offsets, group_sizes, counts, stats, spec=spec)
-    return recv_x, recv_side, recv_weights, handle
+    return _received(x, quantize, rows, side), recv_weights, handle
 
 
-def _dispatch_fwd(spec, quantize, x, side, topk_idx, weights, window):
-    *recv, handle = dispatch(spec, quantize, x, side, topk_idx, weights, window)
+def _dispatch_fwd(spec, quantize, x, topk_idx, weights, window):
+    *recv, handle = dispatch(spec, quantize, x, topk_idx, weights, window)
     handle = _named(handle, HANDLE_NAME)
-    return (*_named(recv, RECV_NAME), handle), handle
+    return (*_named_recv(*recv), handle), handle
 
 
 def _dispatch_bwd(spec, quantize, handle, cotangents):
-    g_x, _, g_weights, _ = cotangents
-    g_x, g_weights = _combine_plain(g_x, g_weights, handle)
-    return g_x, None, None, g_weights, None
+    g_x, g_weights, _ = cotangents
+    g_x, g_weights = _return_rows(quantize, g_x, g_weights, handle)
+    return g_x, None, g_weights, None
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -63,21 +106,20 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def redispatch(
-    zero_tail: bool, quantize: str | None, x, side, weights, handle: Handle
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Received rows, side array and weights along the routing of the handle."""
+    zero_tail: bool, quantize: str | None, x, weights, handle: Handle
+) -> tuple[jax.Array | Quantized, jax.Array]:
+    """Received rows and weights along the routing of the handle; x is an array or a `Quantized`."""
     spec = dataclasses.replace(handle.spec, zero_tail=zero_tail)
-    return tuple(redispatch_p.bind(x, side, weights, *handle.arrays, spec=spec, quantize=quantize))
+    rows, side, recv_weights = redispatch_p.bind(*_operands(x), weights, *handle.arrays, spec=spec, quantize=quantize)
+    return _received(x, quantize, rows, side), recv_weights
 
 
-def _redispatch_fwd(zero_tail, quantize, x, side, weights, handle):
-    return _named(redispatch(zero_tail, quantize, x, side, weights, handle), RECV_NAME), handle
+def _redispatch_fwd(zero_tail, quantize, x, weights, handle):
+    return _named_recv(*redispatch(zero_tail, quantize, x, weights, handle)), handle
 
 
 def _redispatch_bwd(zero_tail, quantize, handle, cotangents):
-    g_x, _, g_weights = cotangents
-    g_x, g_weights = _combine_plain(g_x, g_weights, handle)
-    return g_x, None, g_weights, None
+    return (*_return_rows(quantize, *cotangents, handle), None)
 
 
 redispatch.defvjp(_redispatch_fwd, _redispatch_bwd)
@@ -99,8 +141,7 @@ def _combine_fwd(quantize, y, weights, scalars, bias, handle):
 def _combine_bwd(quantize, residuals, cotangents):
     y, weights, has_bias, handle = residuals
     g_out, g_out_scalars = cotangents
-    side, handle = _compat.vary_with_handle((no_side(),), handle)
-    g_rows, _, g_scalars = redispatch(True, None, g_out, side, g_out_scalars, handle)
+    g_rows, g_scalars = redispatch(True, None, g_out, g_out_scalars, handle)
     if y is None:
         g_y, g_weights = g_rows, None
     else:

@@ -11,6 +11,7 @@ from jax_ep import _compat, autodiff, experts, shapes
 from jax_ep import layout as layout_lib
 from jax_ep.config import Config
 from jax_ep.layout import Handle, Recv, Spec
+from jax_ep.quantize import Quantized
 
 
 def dispatch(
@@ -71,7 +72,9 @@ def dispatch(
 
     Args:
       x: [num_tokens, hidden] bfloat16, float16 or float32; rows are a positive multiple of 16 bytes. num_tokens
-        is the same on all ranks and may be 0; ragged inputs use -1 in topk_idx.
+        is the same on all ranks and may be 0; ragged inputs use -1 in topk_idx. Or a `jax_ep.Quantized` pair of any
+        format, which travels as opaque bytes: data [num_tokens, any] of whole 16 bytes a row, scale [num_tokens, any
+        width] or None, carrier [num_tokens, hidden] or None. recv.x is such a pair then.
       topk_idx: [num_tokens, num_topk] any integer type, global expert ids. -1: not routed, nothing is sent for
         this entry and its weight is never read. Ids outside [-1, num_experts) count as -1 and in num_invalid. The
         same expert twice in a token is two rows. num_topk is at most 32 and at most num_experts.
@@ -94,7 +97,10 @@ def dispatch(
       zero_tail: whether rows past the last group ("batched": past counts[e] of each expert) are 0 rather than
         undefined. Default True; the cost is one write of these rows. Padding inside groups is always 0, and
         gradients are exact either way.
-      quantize: reserved; anything but None raises NotImplementedError.
+      quantize: None, or how rows are quantised before they cross, each with one scale per 128 channels (hidden is a
+        multiple of 128; `jax_ep.quantize` states the arithmetic). "fp8": float8_e4m3fn with float32 scales, recv.x is
+        `jax_ep.Quantized`. "fp8_ue8m0": likewise with power-of-two scales. "fp8_wire": as "fp8", and recv.x is
+        dequantised to x's dtype, which takes one more pass over the rows at the receiver.
       expert_map: [num_experts, max_replicas] any integer type, may be traced, the same on all ranks: physical ids
         of each logical expert's replicas, padded with -1 (see `jax_ep.balance`). topk_idx and num_experts are then
         logical; rows, groups and ids at the receiver are physical, and physical expert p lives on rank
@@ -117,7 +123,7 @@ def dispatch(
     Raises:
       ValueError, TypeError: while tracing, for static mistakes (shapes, dtypes, an axis that is not bound here,
         ...); the text says what was got, what was expected and what to change.
-      NotImplementedError: for arguments that are reserved, and under vmap (use `jax.lax.map`).
+      NotImplementedError: for mode="latency", and under vmap (use `jax.lax.map`).
       EpError: see `jax_ep.errors`; from a call on CUDA devices that fails at run time, or from its set-up.
 
     Notes:
@@ -125,6 +131,8 @@ def dispatch(
       ranks of a group call it equally often, with equal static arguments.
       Differentiable in x and topk_weights, reverse mode; the backward pass reuses the handle. Deterministic:
       equal inputs give equal bits on every run and implementation.
+      Through FP8 the gradient goes straight: the cotangent of `recv.x.dequantize()` returns, not quantised, to x, or
+      to the carrier of a pair. Where rows promise 0, data and scale of a pair have bytes 0.
       Under `jax.checkpoint` the handle's arrays are named "jax_ep_handle" and the received rows and weights
       "jax_ep_recv". A policy that saves both keeps the backward pass from dispatching again; otherwise it does so
       with equal results.
@@ -136,7 +144,6 @@ def dispatch(
       are those that `jax.lax.ragged_dot` takes. Unlike there, rows are grouped by expert on request, any number
       of ranks works, and the routing travels in a handle of plain arrays.
     """
-    shapes.not_implemented("dispatch", quantize=quantize)
     if handle is not None:
         shapes.only_with_routing(
             "dispatch",
@@ -163,8 +170,8 @@ def dispatch(
     expert_map, num_experts, num_physical = shapes.physical_experts(
         "dispatch", expert_map, num_physical_experts, num_experts, num_ranks, names
     )
-    x = shapes.payload("dispatch", "x", x, "[num_tokens, hidden]")
-    idx = shapes.topk_idx("dispatch", topk_idx, num_experts, x.shape[0])
+    x, x_shape = _rows(x, quantize)
+    idx = shapes.topk_idx("dispatch", topk_idx, num_experts, x_shape[0])
     weights = shapes.topk_weights("dispatch", topk_weights, idx.shape)
     num_tokens, num_topk = idx.shape
     spec = Spec(
@@ -183,33 +190,52 @@ def dispatch(
     logical_idx, num_masked = idx, None
     if expert_map is not None:
         idx, num_masked = experts.choose_replicas(idx, expert_map, num_physical, names)
-    arrays = (x, autodiff.no_side(), idx, weights, shapes.window("dispatch", window))
-    recv_x, _, recv_weights, handle = autodiff.dispatch(spec, quantize, *_compat.vary_together(arrays, names))
+    arrays = _compat.vary_together((x, idx, weights, shapes.window("dispatch", window)), names)
+    recv_x, recv_weights, handle = autodiff.dispatch(spec, _quantized_as(quantize), *arrays)
     handle = experts.with_load(handle, logical_idx, num_experts, num_masked)
     if topk_weights is None:
         recv_weights = None
     elif num_tokens == 0:  # no rank has a token, and the primitive cannot tell empty weights from absent ones
         shape = (spec.num_rows, num_topk) if layout == "token" else (spec.num_rows,)
         recv_weights = jnp.zeros_like(recv_weights, shape=shape)
-    return _recv(recv_x, recv_weights, handle)
+    return _recv(recv_x, recv_weights, handle, quantize)
 
 
 def _dispatch_again(x, handle: Handle, zero_tail: bool, quantize: str | None) -> Recv:
     handle = shapes.handle("dispatch", handle)
     num_tokens, num_topk = handle.topk_idx.shape
-    x = shapes.rows_of_handle("dispatch", "x", x, num_tokens, "num_tokens")
+    x, x_shape = _rows(x, quantize)
+    shapes.num_rows_of_handle("dispatch", "x", x_shape, num_tokens, "num_tokens")
     weights = jnp.zeros((0, num_topk), jnp.float32)
-    arrays, routing = (x, autodiff.no_side(), weights), dataclasses.replace(handle, load=None)
-    recv_x, _, _ = autodiff.redispatch(bool(zero_tail), quantize, *_compat.vary_with_handle(arrays, routing))
-    return _recv(recv_x, None, handle)
+    x, weights, routing = _compat.vary_with_handle((x, weights), dataclasses.replace(handle, load=None))
+    recv_x, _ = autodiff.redispatch(bool(zero_tail), _quantized_as(quantize), x, weights, routing)
+    return _recv(recv_x, None, handle, quantize)
 
 
-def _recv(recv_x, recv_weights, handle: Handle) -> Recv:
+def _rows(x, quantize: str | None) -> tuple[jax.Array | Quantized, tuple[int, int]]:
+    """The rows, checked, and their shape."""
+    if isinstance(x, Quantized):
+        x = Quantized(*shapes.opaque_rows("dispatch", "x", x.data, x.scale, x.carrier, quantize))
+        return x, x.data.shape
+    x = shapes.payload("dispatch", "x", x, "[num_tokens, hidden]")
+    if quantize is not None:
+        shapes.quantize_kind("dispatch", quantize, (*shapes.QUANTIZE_KINDS, "fp8_wire"))
+        shapes.quantizable("dispatch", "x", x)
+    return x, x.shape
+
+
+def _quantized_as(quantize: str | None) -> str | None:
+    return "fp8" if quantize == "fp8_wire" else quantize
+
+
+def _recv(recv_x, recv_weights, handle: Handle, quantize: str | None) -> Recv:
+    if quantize == "fp8_wire":
+        recv_x = recv_x.dequantize()
     spec = handle.spec
     is_token = spec.layout == "token"
     if spec.layout == "batched":  # the primitives know flat rows only
         shape = (spec.num_local_experts, spec.capacity)
-        recv_x = recv_x.reshape(*shape, recv_x.shape[1])
+        recv_x = jax.tree.map(lambda a: a.reshape(*shape, a.shape[1]), recv_x)
         recv_weights = None if recv_weights is None else recv_weights.reshape(shape)
     return Recv(
         x=recv_x,

@@ -6,12 +6,16 @@ The arithmetic is the executable definition of row order: kernels, reference and
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.config import Config
+
+if TYPE_CHECKING:
+    from jax_ep.quantize import Quantized
 
 # Positions in the primitive's `stats` result, i32 [8]; the rest is reserved.
 DEMAND, NUM_DROPPED, NUM_INVALID, NUM_MASKED, NUM_WINDOWS, NUM_SLOTS = range(6)
@@ -91,7 +95,7 @@ class Handle:
 class Recv:
     """What dispatch returns on each rank. C = capacity, H = hidden, K = num_topk, L = num_local_experts."""
 
-    x: jax.Array  # [C, H] rows sent to this rank; "batched": [L, C, H]
+    x: jax.Array | Quantized  # [C, H] rows sent to this rank; "batched": [L, C, H]
     weights: jax.Array | None  # f32 [C] ("expert"), [L, C] ("batched") or [C, K], 0 where not local ("token")
     topk_idx: jax.Array | None  # "token": i32 [C, K] local expert, -1 elsewhere; the others: None
     group_sizes: jax.Array | None  # "expert": i32 [L] padded rows per local expert, what ragged_dot takes

@@ -19,7 +19,9 @@ R*T slots.
         out [T,H], out_scalars f32 [T,K] ([0,K] without scalars)
 
 The side array travels with the rows, as opaque as they are: any dtype, any width, 0 where no row lies. All three
-take the static parameters `spec` and `quantize` (None so far). window: delivers rows [window * C, (window + 1) * C)
+take the static parameters `spec` and `quantize`: None; dispatches also "fp8" or "fp8_ue8m0", which without side deliver
+x as `quantize.to_fp8` makes it (recv_x float8_e4m3fn, recv_side [C, H/128] float32 or float8_e8m0fnu); combine also
+"fp8_wire", which sends the sums of each rank so. window: delivers rows [window * C, (window + 1) * C)
 of those that are wanted, negative: the first C.
 
 out_scalars[t,k] is the scalar of entry (t,k)'s row, 0 for entries that are not routed or were dropped: the way
@@ -34,6 +36,7 @@ from jax.interpreters import batching, mlir
 
 from jax_ep import _compat, lowering, reference
 from jax_ep.layout import NUM_STATS, Spec
+from jax_ep.quantize import BLOCK, SCALE_DTYPES
 
 __all__ = ["Spec", "combine_p", "dispatch_p", "redispatch_p"]
 
@@ -42,7 +45,7 @@ def _dispatch_results(x, side, topk_idx, weights, window, *, spec: Spec, quantiz
     num_tokens, num_topk = topk_idx.shape
     num_slots = spec.num_slots(num_tokens)
     return [
-        *_recv_results(x, side, weights, num_topk, spec),
+        *_recv_results(x, side, weights, num_topk, spec, quantize),
         ((num_slots, num_topk), jnp.int32),
         ((num_slots,), jnp.int32),
         ((spec.num_local_experts,), jnp.int32),
@@ -55,15 +58,18 @@ def _dispatch_results(x, side, topk_idx, weights, window, *, spec: Spec, quantiz
     ]
 
 
-def _recv_results(x, side, weights, num_topk: int, spec: Spec):
+def _recv_results(x, side, weights, num_topk: int, spec: Spec, quantize: str | None):
     rows = spec.num_rows if weights.shape[0] > 0 else 0
     weights_shape = (rows, num_topk) if spec.layout == "token" else (rows,)
-    side_shape = (spec.num_rows, side.shape[1]) if side.shape[1] > 0 else (0, 0)
-    return [((spec.num_rows, x.shape[1]), x.dtype), (side_shape, side.dtype), (weights_shape, jnp.float32)]
+    width, dtype, side_dtype = side.shape[1], x.dtype, side.dtype
+    if quantize is not None:
+        width, dtype, side_dtype = x.shape[1] // BLOCK, jnp.float8_e4m3fn, SCALE_DTYPES[quantize]
+    side_shape = (spec.num_rows, width) if width > 0 else (0, 0)
+    return [((spec.num_rows, x.shape[1]), dtype), (side_shape, side_dtype), (weights_shape, jnp.float32)]
 
 
 def _redispatch_results(x, side, weights, *handle, spec: Spec, quantize: str | None):
-    return _recv_results(x, side, weights, handle[0].shape[1], spec)
+    return _recv_results(x, side, weights, handle[0].shape[1], spec, quantize)
 
 
 def _combine_results(y, weights, scalars, bias, *handle, spec: Spec, quantize: str | None):

@@ -17,6 +17,7 @@ from jax import lax
 from jax_ep import _compat, shapes
 
 BLOCK = shapes.QUANTIZE_BLOCK
+SCALE_DTYPES = {"fp8": jnp.float32, "fp8_ue8m0": jnp.float8_e8m0fnu}
 _FLOOR_BITS = int(np.float32(448 * 2.0**-110).view(np.uint32))  # smallest amax: no scale or inverse is subnormal
 _INF_BITS = 0x7F800000
 _IMPLICIT_ONE = 1 << 23
@@ -58,8 +59,7 @@ class Quantized:
         dtype = shapes.dequantized_dtype("Quantized.dequantize", dtype, self.carrier)
         shapes.dequantizable("Quantized.dequantize", self.data, self.scale)
         # The cotangent of the carrier varies over all mesh axes that the result varies over.
-        leaves, tree = jax.tree.flatten(self)
-        pair = jax.tree.unflatten(tree, _compat.vary_together(tuple(leaves), ()))
+        pair = _compat.vary_together(self, ())
         return _dequantize(dtype, pair.data, pair.scale, pair.carrier)
 
 
@@ -119,6 +119,9 @@ def quantize(x: jax.Array, kind: str = "fp8") -> Quantized:
 
 def to_fp8(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     """Data [..., hidden] and scale [..., hidden / 128] of `quantize`, without gradient."""
+    if x.size == 0:  # nothing to compute, and XLA cannot partition some programs on empty arrays
+        scale_shape = (*x.shape[:-1], x.shape[-1] // BLOCK)
+        return jnp.zeros(x.shape, jnp.float8_e4m3fn), jnp.zeros(scale_shape, SCALE_DTYPES[kind])
     if x.dtype != jnp.float32:
         x = lax.optimization_barrier(x)  # or XLA may quantise what x was before its rounding to this dtype
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)

@@ -3,6 +3,7 @@
 dispatch: count, exchange the counts, place every entry by prefix sums, gather rows.
 combine:  f32 sum of a token's rows on the rank that holds them, rounded to the payload dtype; exchange; f32
           sum in rank order, bias, rounded once.
+quantize: rows before they are sent, sums of each rank before they return.
 
 Rows are gathered from all ranks, so memory is [num_ranks * num_tokens, hidden] beside the results. All index
 arithmetic is `layout.py`'s. The primitives lower to these functions; they take and return what those do.
@@ -16,6 +17,7 @@ from jax import lax
 
 from jax_ep import layout as layout_lib
 from jax_ep.layout import Spec
+from jax_ep.quantize import from_fp8, to_fp8
 
 
 def dispatch(x, side, topk_idx, topk_weights, window, *, spec: Spec, quantize: str | None) -> list[jax.Array]:
@@ -105,6 +107,8 @@ def redispatch(
     quantize: str | None,
 ) -> list[jax.Array]:  # fmt: skip
     """Delivers rows, side and weights along a known routing; rows that hold nothing are 0."""
+    if quantize is not None:
+        x, side = to_fp8(x, quantize)
     num_topk = topk_idx.shape[1]
     source = _slot_sources(slot_token, recv_offsets, x.shape[0])
     has_weights = weights.shape[0] > 0
@@ -165,10 +169,19 @@ def combine(
         acc = jnp.zeros((num_slots, hidden), jnp.float32)
         partial = _round(lax.fori_loop(0, num_topk, add_expert, acc), dtype)
 
-    partials = send_back(partial)
+    if quantize is None:
+        partials = send_back(partial)
+        partial_of_rank = lambda d: _to_f32(partials[d])
+    else:
+        data, scale = to_fp8(partial, "fp8")
+        data, scale = send_back(lax.bitcast_convert_type(data, jnp.uint8)), send_back(scale)
+        # Products are rounded before they are added: XLA would contract the two.
+        partial_of_rank = lambda d: lax.optimization_barrier(
+            from_fp8(lax.bitcast_convert_type(data[d], jnp.float8_e4m3fn), scale[d], jnp.float32)
+        )
 
     def add_rank(d, acc):
-        return acc + jnp.where(slot[:, d, None] >= 0, _to_f32(partials[d]), 0.0)
+        return acc + jnp.where(slot[:, d, None] >= 0, partial_of_rank(d), 0.0)
 
     out = lax.fori_loop(0, num_ranks, add_rank, jnp.zeros((num_tokens, hidden), jnp.float32))
     if bias.shape[0] > 0:

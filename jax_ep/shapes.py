@@ -151,12 +151,55 @@ def expert_params(op: str, a, experts: int) -> jax.Array:
 
 
 def payload(op: str, name: str, x, shape: str, ndim: int = 2) -> jax.Array:
-    """An array of rows that can travel."""
+    """An array of rows that can travel and be summed."""
+    if hasattr(x, "dequantize"):
+        raise TypeError(f"{op}: got {name} of type {type(x).__name__}, expected an array; pass {name}.dequantize()")
     x = jnp.asarray(x)
-    if x.ndim != ndim:
-        raise ValueError(f"{op}: got {name} of shape {x.shape}, expected {shape}; reshape it to {ndim} dimensions")
     if x.dtype.name not in PAYLOAD_DTYPES:
         raise TypeError(f"{op}: got {name} of dtype {x.dtype}, expected one of {', '.join(PAYLOAD_DTYPES)}; cast it")
+    return _rows(op, name, x, shape, ndim)
+
+
+def opaque_rows(op: str, name: str, data, scale, carrier, quantize) -> tuple:
+    """Data, scale and carrier of a `Quantized` that travels as bytes."""
+    if quantize is not None:
+        raise ValueError(
+            f"{op}: got quantize={quantize!r} for {name} that is Quantized already, expected None; remove it, "
+            f"or pass {name}.dequantize()"
+        )
+    data, scale, carrier = jax.tree.map(jnp.asarray, (data, scale, carrier))
+    for part, array in (("data", data), ("scale", scale)):
+        if array is not None and not _has_whole_bytes(array.dtype):
+            raise TypeError(
+                f"{op}: got {name}.{part} of dtype {array.dtype}, expected an integer or float type of whole bytes; "
+                "pack it into uint8"
+            )
+    data = _rows(op, f"{name}.data", data, "[num_tokens, hidden]", 2)
+    if scale is not None:
+        if scale.ndim != 2 or scale.shape[0] != data.shape[0] or scale.shape[1] == 0:
+            raise ValueError(
+                f"{op}: got {name}.scale of shape {scale.shape}, expected [{data.shape[0]}, width] with a row for each "
+                "of data and a width of 1 or more, or None"
+            )
+        _no_explicit_sharding(op, f"{name}.scale", scale)
+    if carrier is not None:
+        carrier = payload(op, f"{name}.carrier", carrier, "[num_tokens, hidden]")
+        if carrier.shape[0] != data.shape[0]:
+            raise ValueError(
+                f"{op}: got {name}.carrier of shape {carrier.shape}, expected [{data.shape[0]}, hidden], a row for "
+                "each of data"
+            )
+    return data, scale, carrier
+
+
+def _has_whole_bytes(dtype) -> bool:
+    is_number = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+    return is_number and jax.dtypes.itemsize_bits(dtype) % 8 == 0
+
+
+def _rows(op: str, name: str, x: jax.Array, shape: str, ndim: int) -> jax.Array:
+    if x.ndim != ndim:
+        raise ValueError(f"{op}: got {name} of shape {x.shape}, expected {shape}; reshape it to {ndim} dimensions")
     row_bytes = x.shape[-1] * x.dtype.itemsize
     if row_bytes == 0 or row_bytes % ROW_UNIT_BYTES:
         unit = ROW_UNIT_BYTES // x.dtype.itemsize
@@ -287,13 +330,6 @@ def config(op: str, value) -> Config:
     return value
 
 
-def not_implemented(op: str, **arguments) -> None:
-    """Arguments of the contract that come later."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(f"{op}: {name}= is not implemented yet; leave it None")
-
-
 def capacity(
     op: str, value, alignment, layout_: str, size: int, num_tokens: int, num_topk: int, num_local_experts: int
 ) -> int:
@@ -355,12 +391,17 @@ def handle(op: str, value) -> Handle:
 def rows_of_handle(op: str, name: str, x, rows: int, what: str) -> jax.Array:
     """`x` must have the rows that the handle was made for."""
     x = payload(op, name, x, f"[{what}, hidden]")
-    if x.shape[0] != rows:
+    num_rows_of_handle(op, name, x.shape, rows, what)
+    return x
+
+
+def num_rows_of_handle(op: str, name: str, shape: tuple[int, ...], rows: int, what: str) -> None:
+    """An array of `shape` must have the rows that the handle was made for."""
+    if shape[0] != rows:
         raise ValueError(
-            f"{op}: got {name} of shape {x.shape}, expected [{rows}, hidden] ({what} of this handle); "
+            f"{op}: got {name} of shape {shape}, expected [{rows}, hidden] ({what} of this handle); "
             "pass the handle of the dispatch that belongs to it"
         )
-    return x
 
 
 def expert_rows(op: str, y, spec: Spec) -> jax.Array:

@@ -269,12 +269,21 @@ def oracle_redispatch(oracle: Oracle, x: np.ndarray) -> np.ndarray:
 
 
 def oracle_combine(
-    oracle: Oracle, y: np.ndarray, weights: np.ndarray | None = None, bias: np.ndarray | None = None
+    oracle: Oracle,
+    y: np.ndarray,
+    weights: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    quantize: str | None = None,
 ) -> np.ndarray:
-    """What combine must return on all ranks: f32 sums per rank in k order, rounded, then f32 in rank order, rounded."""
+    """What combine must return on all ranks: f32 sums per rank in k order, rounded, then f32 in rank order, rounded.
+
+    With quantize="fp8_wire" the rounded sums of a rank are quantised before they are summed over the ranks.
+    """
     num_ranks, num_tokens, _ = oracle.topk_idx.shape
     out = np.zeros((num_ranks, num_tokens, y.shape[-1]), np.float32)
     for partial, source, token, _ in _partials(oracle, y, weights):
+        if quantize is not None:
+            partial = oracle_dequantize(*oracle_quantize(partial))
         out[source, token] += partial.astype(np.float32)
     if bias is not None:
         out += bias.astype(np.float32)
@@ -318,6 +327,22 @@ def combine_tolerance(
     for partial, source, token, size in _partials(oracle, y, weights):
         allowed[source, token] += num_topk * 2.0**-23 * size + _ulp(partial)
     return allowed + _ulp(oracle_combine(oracle, y, weights, bias))
+
+
+def wire_tolerance(
+    oracle: Oracle, y: np.ndarray, weights: np.ndarray | None = None, bias: np.ndarray | None = None
+) -> np.ndarray:
+    """Largest difference that quantize="fp8_wire" may make to a combine, [R, T, H].
+
+    The error of quantising each partial sum, and one ulp for the result, which may then round the other way.
+    """
+    out = oracle_combine(oracle, y, weights, bias)
+    allowed = np.zeros(out.shape)
+    for partial, source, token, _ in _partials(oracle, y, weights):
+        scale = np.repeat(oracle_quantize(partial)[1].astype(np.float64), 128, -1)
+        exact = np.abs(partial.astype(np.float64))
+        allowed[source, token] += np.maximum((2.0**-4 + 2.0**-13) * exact, 2.0**-10 * (1 + 2.0**-13) * scale)
+    return allowed + _ulp((np.abs(out.astype(np.float64)) + allowed).astype(out.dtype))
 
 
 def _partials(oracle: Oracle, y: np.ndarray, weights: np.ndarray | None):

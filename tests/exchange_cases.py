@@ -1,8 +1,8 @@
 """The cases that every implementation must pass, against the NumPy oracle.
 
 `ExchangeCases` holds them; a subclass names the implementation and where it runs. Coverage: row order, counts, handle,
-dropping, padding, tail, combine's rounding tree, all gradients, over routings, group sizes, layouts, dtypes, capacities
-and alignments. Integers, moved rows and unweighted sums are compared bit for bit.
+dropping, padding, tail, combine's rounding tree and all gradients, over routings, group sizes, layouts, dtypes, FP8,
+capacities and alignments. Integers, moved rows and unweighted sums are compared bit for bit.
 """
 
 import dataclasses
@@ -34,6 +34,7 @@ class Sizes:
     capacity: int | None = None
     expert_alignment: int = 1
     zero_tail: bool = True
+    quantize: str | None = None  # of dispatch, and "opaque": x travels as a pair of bytes; combine then has "fp8_wire"
     implementation: str | None = "xla"
     config: jax_ep.Config | None = None
 
@@ -105,6 +106,26 @@ def make_inputs(
     return inputs, oracle
 
 
+def as_pair(x) -> jax_ep.Quantized:
+    """The bits of x as an opaque pair: integers of x's width, and a side array of three bytes a row."""
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return jax_ep.Quantized(bits, bits[:, :3].astype("uint8"), x)
+
+
+def delivered(sizes: Sizes, oracle: testing.Oracle, x: np.ndarray) -> list[np.ndarray]:
+    """What dispatch makes of x: rows, or rows and side array."""
+    if sizes.quantize is None:
+        return [testing.oracle_redispatch(oracle, x)]
+    if sizes.quantize == "opaque":
+        bits = x.view(f"uint{8 * x.dtype.itemsize}")
+        return [testing.oracle_redispatch(oracle, a) for a in (bits, bits[..., :3].astype(np.uint8))]
+    data, scale = testing.oracle_quantize(x, "fp8" if sizes.quantize == "fp8_wire" else sizes.quantize)
+    data, scale = testing.oracle_redispatch(oracle, data), testing.oracle_redispatch(oracle, scale)
+    if sizes.quantize == "fp8_wire":
+        return [testing.oracle_dequantize(data, scale, x.dtype)]
+    return [data, scale]
+
+
 def exchange(sizes: Sizes, i: Inputs, window: jax.Array | None = None) -> dict:
     """On one rank: every operation and its gradients."""
     kwargs = dict(
@@ -119,25 +140,31 @@ def exchange(sizes: Sizes, i: Inputs, window: jax.Array | None = None) -> dict:
         config=sizes.config,
     )
     result = {}
+    quantize = None if sizes.quantize == "opaque" else sizes.quantize
+    wire = None if sizes.quantize is None else "fp8_wire"
 
     def send(x, topk_weights):
-        recv = jax_ep.dispatch(x, i.topk_idx, topk_weights, **kwargs)
-        return (recv.x, recv.weights), recv
+        rows = as_pair(x) if sizes.quantize == "opaque" else x
+        recv = jax_ep.dispatch(rows, i.topk_idx, topk_weights, quantize=quantize, **kwargs)
+        has_carrier = isinstance(recv.x, jax_ep.Quantized)
+        return (recv.x.carrier if has_carrier else recv.x, recv.weights), recv
 
     def rows(flat):  # the inputs and what `check` compares number rows flat in every layout
-        return flat.reshape(*recv.x.shape[:-1], *flat.shape[1:])
+        return flat.reshape(*jax.tree.leaves(recv.x)[0].shape[:-1], *flat.shape[1:])
 
     _, pullback, recv = jax.vjp(send, i.x, i.topk_weights, has_aux=True)
     result["recv"] = recv
     result["g_x"], result["g_topk_weights"] = pullback((rows(i.g_recv_x), rows(i.g_recv_weights)))
 
-    again = jax_ep.dispatch(i.x2, handle=recv.handle, zero_tail=sizes.zero_tail).x
-    result["x2"] = again.reshape(i.y.shape)
+    x2 = as_pair(i.x2) if sizes.quantize == "opaque" else i.x2
+    again = jax_ep.dispatch(x2, handle=recv.handle, quantize=quantize, zero_tail=sizes.zero_tail).x
+    result["x2"] = jax.tree.map(lambda a: a.reshape(len(i.y), -1), again)
 
-    result["sum"], pullback = jax.vjp(lambda y, b: jax_ep.combine(rows(y), recv.handle, bias=b), i.y, i.bias)
+    combine = functools.partial(jax_ep.combine, handle=recv.handle, quantize=wire)
+    result["sum"], pullback = jax.vjp(lambda y, b: combine(rows(y), bias=b), i.y, i.bias)
     result["g_y"], result["g_bias"] = pullback(i.g_out)
     if sizes.layout != "token":
-        weighted = lambda y, w: jax_ep.combine(rows(y), recv.handle, weights=rows(w))
+        weighted = lambda y, w: combine(rows(y), weights=rows(w))
         result["weighted"], pullback = jax.vjp(weighted, i.y, i.weights)
         result["g_y_weighted"], result["g_weights"] = pullback(i.g_out)
     return result
@@ -146,21 +173,36 @@ def exchange(sizes: Sizes, i: Inputs, window: jax.Array | None = None) -> dict:
 def check(sizes: Sizes, result: dict, inputs: Inputs, oracle: testing.Oracle) -> None:
     """Compares the result of `exchange`, stacked over ranks, with the oracle."""
     i, same = inputs, testing.same_bits
-    testing.check_recv(result["recv"], oracle, zero_tail=sizes.zero_tail)
-    for name, expected in (
-        ("x2", testing.oracle_redispatch(oracle, i.x2)),
-        ("g_y", testing.oracle_redispatch(oracle, i.g_out)),
-    ):
+    # Indexing a sharded array sums over devices, which keeps neither -0 nor a type without zero.
+    result = jax.tree.map(np.asarray, result)
+    recv, wire = result["recv"], None if sizes.quantize is None else "fp8_wire"
+    x, *scale = delivered(sizes, oracle, i.x)
+    rows = recv.x.data if scale else recv.x
+    testing.check_recv(dataclasses.replace(recv, x=rows), dataclasses.replace(oracle, x=x), zero_tail=sizes.zero_tail)
+    moved = [("scale", recv.x.scale.reshape(scale[0].shape), *scale)] if scale else []
+    x2, *scale2 = delivered(sizes, oracle, i.x2)
+    moved.append(("x2", result["x2"].data if scale2 else result["x2"], x2))
+    moved += [("scale of x2", result["x2"].scale, *scale2)] if scale2 else []
+    moved.append(("g_y", result["g_y"], testing.oracle_redispatch(oracle, i.g_out)))
+    for name, got, expected in moved:
         for rank, seen in enumerate(oracle.is_defined | (sizes.zero_tail or name == "g_y")):
-            same(np.asarray(result[name])[rank, seen], expected[rank, seen], f"{name} of rank {rank}")
+            same(got[rank, seen], expected[rank, seen], f"{name} of rank {rank}")
     g_x, g_topk_weights = testing.oracle_dispatch_grad(oracle, i.g_recv_x, i.g_recv_weights)
     same(result["g_x"], g_x, "gradient of x")
     same(result["g_topk_weights"], g_topk_weights, "gradient of topk_weights")
-    same(result["sum"], testing.oracle_combine(oracle, i.y, bias=i.bias), "combine with bias")
+    same(result["sum"], testing.oracle_combine(oracle, i.y, bias=i.bias, quantize=wire), "combine with bias")
+    if wire is not None:
+        plain, allowed = (
+            testing.oracle_combine(oracle, i.y, bias=i.bias),
+            testing.wire_tolerance(oracle, i.y, bias=i.bias),
+        )
+        testing.within(result["sum"], plain, allowed, "combine with bias against the unquantised")
     same(result["g_bias"], i.g_out, "gradient of bias")
     if sizes.layout != "token":
         expected = testing.oracle_combine(oracle, i.y, i.weights)
         allowed = testing.combine_tolerance(oracle, i.y, i.weights)
+        if wire is not None:
+            allowed = allowed + testing.wire_tolerance(oracle, i.y, i.weights)
         testing.within(result["weighted"], expected, allowed, "weighted combine")
         g_y, g_weights = testing.oracle_combine_grad(oracle, i.y, i.g_out, i.weights)
         same(result["g_y_weighted"], g_y, "gradient of y")
@@ -300,6 +342,27 @@ class ExchangeCases:
         """zero_tail=False leaves rows past the last group (of every expert: batched) undefined, gradients exact."""
         sizes = Sizes(2, 6, layout=layout, zero_tail=False)
         self.run(sizes, self.routing("masked", sizes))
+
+    @pytest.mark.parametrize(
+        ("quantize", "layout", "num_ranks", "dtype"),
+        [
+            ("fp8", "expert", 3, "bfloat16"),
+            ("fp8", "batched", 2, "float16"),
+            ("fp8_ue8m0", "expert", 1, "float32"),
+            ("fp8_ue8m0", "token", 2, "bfloat16"),
+            ("fp8_wire", "batched", 1, "bfloat16"),
+            ("fp8_wire", "token", 4, "float16"),
+            ("opaque", "expert", 4, "bfloat16"),
+            ("opaque", "token", 3, "float32"),
+        ],
+    )
+    def test_quantised(self, quantize, layout, num_ranks, dtype):
+        """B27: FP8 rows with their scales and opaque pairs, with padding, empty ranks and drops; exact gradients."""
+        sizes = Sizes(num_ranks, 3 * num_ranks, hidden=256, dtype=dtype, layout=layout, quantize=quantize)
+        capacity = 16 if num_ranks > 1 else None
+        sizes = dataclasses.replace(sizes, capacity=capacity, expert_alignment=4 if layout == "expert" else 1)
+        for kind in ("masked", "one_rank", "empty_ranks" if num_ranks > 1 else "duplicates"):
+            self.run(sizes, self.routing(kind, sizes))
 
     def test_repeated_calls(self):
         """Call 1, 2, 3 of one program with changing routing: fresh memory is often zero, so the first proves little."""

@@ -9,7 +9,7 @@ import pytest
 from exchange_cases import ExchangeCases, Sizes
 
 import jax_ep
-from jax_ep import _compat, autodiff, testing
+from jax_ep import testing
 
 
 class TestReference(ExchangeCases):
@@ -100,17 +100,13 @@ def test_opaque_rows_and_their_side_array(make_mesh, layout, dtype, side_dtype):
     kwargs = dict(num_experts=4, layout=layout, capacity=12)
 
     def send(x, side, idx):
-        handle = jax_ep.dispatch(idx.repeat(8, 1) * 1.0, idx, axis_name="ep", **kwargs).handle
-        arrays = (x, side, idx, jnp.zeros((0, 2), jnp.float32), jnp.full(1, -1, jnp.int32))
-        recv_x, recv_side, *_ = autodiff.dispatch(handle.spec, None, *_compat.vary_together(arrays, ("ep",)))
-        x2, side2, no_weights, handle = _compat.vary_with_handle((x, side, arrays[3]), handle)
-        again_x, again_side, _ = autodiff.redispatch(True, None, x2, side2, no_weights, handle)
-        return (recv_x, recv_side), (again_x, again_side)
+        recv = jax_ep.dispatch(jax_ep.Quantized(x, side), idx, axis_name="ep", **kwargs)
+        return recv.x, jax_ep.dispatch(jax_ep.Quantized(x, side), handle=recv.handle).x
 
     x = np.arange(2 * 7 * 32).astype(np.uint8).reshape(2, 7, 32)
     side = np.arange(2 * 7 * 3).reshape(2, 7, 3).astype(side_dtype)
     idx = testing.routing("masked", num_ranks=2, num_tokens=7, num_topk=2, num_experts=4)
     oracle = testing.oracle_dispatch(x, idx, **kwargs)
-    for recv_x, recv_side in testing.on_ranks(send, make_mesh(2))(x.view(dtype), side, idx):
-        testing.same_bits(np.asarray(recv_x).view(np.uint8), oracle.x, "rows")
-        testing.same_bits(recv_side, testing.oracle_redispatch(oracle, side), "side")
+    for pair in testing.on_ranks(send, make_mesh(2))(x.view(dtype), side, idx):
+        testing.same_bits(np.asarray(pair.data).view(np.uint8), oracle.x, "rows")
+        testing.same_bits(pair.scale, testing.oracle_redispatch(oracle, side), "side")

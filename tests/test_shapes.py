@@ -110,7 +110,6 @@ def test_dispatch_mistakes(make_mesh, name):
     "later",
     [
         {"mode": "latency"},
-        {"quantize": "fp8"},
     ],
     ids=lambda later: next(iter(later)),
 )
@@ -118,11 +117,6 @@ def test_arguments_that_come_later(make_mesh, later):
     """Reserved arguments raise by name."""
     with pytest.raises(NotImplementedError, match=next(iter(later))):
         trace(make_mesh, lambda x, idx: send(x, idx, **later), X, IDX)
-
-
-def test_quantized_combine_comes_later(make_mesh):
-    with pytest.raises(NotImplementedError, match="quantize"):
-        trace(make_mesh, lambda x, idx: jax_ep.combine(x, send(x, idx, capacity=4).handle, quantize="fp8_wire"), X, IDX)
 
 
 COMBINE_MISTAKES = {
