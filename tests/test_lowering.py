@@ -23,9 +23,9 @@ def layer(x, idx, w, **kwargs):
     def loss(x, w):
         recv = jax_ep.dispatch(x, idx, w, num_experts=4, axis_name="ep", **kwargs)
         again = jax_ep.dispatch(x, handle=recv.handle)
-        is_expert = kwargs.get("layout", "expert") == "expert"
+        is_token = kwargs.get("layout", "expert") == "token"
         y = recv.x + again.x
-        out = jax_ep.combine(y, recv.handle, weights=recv.weights if is_expert else None, bias=x)
+        out = jax_ep.combine(y, recv.handle, weights=None if is_token else recv.weights, bias=x)
         return jnp.sum(out) + jnp.sum(recv.weights)
 
     return jax.value_and_grad(loss, (0, 1))(x, w)
@@ -99,6 +99,16 @@ def test_token_layout_has_no_partial_sums(make_mesh, usable):
             break
     else:
         pytest.fail("no combine in the program")
+
+
+def test_batched_layout(make_mesh, usable):
+    """Rows are flat, numbered over all local experts; combine has partial sums as in layout "expert"."""
+    found = calls(lowered(make_mesh(2), layout="batched", capacity=6, window=1))
+    assert {re.search(r"layout = (\d+) : i64", attributes)[1] for *_, attributes in found} == {"2"}
+    operands, results = next((o, r) for target, o, r, _ in found if target == "jax_ep_dispatch")
+    assert operands[-1] == "1xi32" and results[0] == "12x16xf32" and results[2] == "12xf32"
+    operands, results = next((o, r) for target, o, r, _ in found if target == "jax_ep_combine")
+    assert operands[0] == "12x16xf32" and results[2] == "8x16xf32"
 
 
 def test_attributes(make_mesh, usable):
