@@ -38,6 +38,11 @@ class Sizes:
     implementation: str | None = "xla"
     config: jax_ep.Config | None = None
 
+    @property
+    def wire(self) -> str | None:
+        """What combine takes as quantize."""
+        return None if self.quantize is None else "fp8_wire"
+
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
@@ -141,7 +146,6 @@ def exchange(sizes: Sizes, i: Inputs, window: jax.Array | None = None) -> dict:
     )
     result = {}
     quantize = None if sizes.quantize == "opaque" else sizes.quantize
-    wire = None if sizes.quantize is None else "fp8_wire"
 
     def send(x, topk_weights):
         rows = as_pair(x) if sizes.quantize == "opaque" else x
@@ -160,7 +164,7 @@ def exchange(sizes: Sizes, i: Inputs, window: jax.Array | None = None) -> dict:
     again = jax_ep.dispatch(x2, handle=recv.handle, quantize=quantize, zero_tail=sizes.zero_tail).x
     result["x2"] = jax.tree.map(lambda a: a.reshape(len(i.y), -1), again)
 
-    combine = functools.partial(jax_ep.combine, handle=recv.handle, quantize=wire)
+    combine = functools.partial(jax_ep.combine, handle=recv.handle, quantize=sizes.wire)
     result["sum"], pullback = jax.vjp(lambda y, b: combine(rows(y), bias=b), i.y, i.bias)
     result["g_y"], result["g_bias"] = pullback(i.g_out)
     if sizes.layout != "token":
@@ -175,7 +179,7 @@ def check(sizes: Sizes, result: dict, inputs: Inputs, oracle: testing.Oracle) ->
     i, same = inputs, testing.same_bits
     # Indexing a sharded array sums over devices, which keeps neither -0 nor a type without zero.
     result = jax.tree.map(np.asarray, result)
-    recv, wire = result["recv"], None if sizes.quantize is None else "fp8_wire"
+    recv = result["recv"]
     x, *scale = delivered(sizes, oracle, i.x)
     rows = recv.x.data if scale else recv.x
     testing.check_recv(dataclasses.replace(recv, x=rows), dataclasses.replace(oracle, x=x), zero_tail=sizes.zero_tail)
@@ -190,18 +194,16 @@ def check(sizes: Sizes, result: dict, inputs: Inputs, oracle: testing.Oracle) ->
     g_x, g_topk_weights = testing.oracle_dispatch_grad(oracle, i.g_recv_x, i.g_recv_weights)
     same(result["g_x"], g_x, "gradient of x")
     same(result["g_topk_weights"], g_topk_weights, "gradient of topk_weights")
-    same(result["sum"], testing.oracle_combine(oracle, i.y, bias=i.bias, quantize=wire), "combine with bias")
-    if wire is not None:
-        plain, allowed = (
-            testing.oracle_combine(oracle, i.y, bias=i.bias),
-            testing.wire_tolerance(oracle, i.y, bias=i.bias),
-        )
+    same(result["sum"], testing.oracle_combine(oracle, i.y, bias=i.bias, quantize=sizes.wire), "combine with bias")
+    if sizes.wire is not None:
+        plain = testing.oracle_combine(oracle, i.y, bias=i.bias)
+        allowed = testing.wire_tolerance(oracle, i.y, bias=i.bias)
         testing.within(result["sum"], plain, allowed, "combine with bias against the unquantised")
     same(result["g_bias"], i.g_out, "gradient of bias")
     if sizes.layout != "token":
         expected = testing.oracle_combine(oracle, i.y, i.weights)
         allowed = testing.combine_tolerance(oracle, i.y, i.weights)
-        if wire is not None:
+        if sizes.wire is not None:
             allowed = allowed + testing.wire_tolerance(oracle, i.y, i.weights)
         testing.within(result["weighted"], expected, allowed, "weighted combine")
         g_y, g_weights = testing.oracle_combine_grad(oracle, i.y, i.g_out, i.weights)

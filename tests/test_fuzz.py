@@ -53,6 +53,9 @@ PROGRAMS = [
     Sizes(8, 24, 4, 3, 4, "float32", expert_alignment=4, zero_tail=False),
     Sizes(8, 32, 5, 6, 8, "float16", layout="token"),
     Sizes(8, 8, 7, 2, 8, "bfloat16", layout="token", capacity=10),
+    Sizes(3, 6, 5, 2, 128, "bfloat16", expert_alignment=4, quantize="fp8"),
+    Sizes(2, 8, 6, 3, 256, "float32", layout="token", capacity=7, quantize="fp8_ue8m0"),
+    Sizes(4, 8, 5, 2, 128, "float16", layout="batched", quantize="fp8_wire"),
 ]
 
 # Called with a window that is drawn too.
@@ -61,6 +64,7 @@ WINDOWED = [
     Sizes(3, 9, 6, 2, 8, "float32", layout="batched", capacity=2, zero_tail=False),
     Sizes(4, 8, 5, 4, 8, "float16", layout="token", capacity=6),
     Sizes(8, 16, 3, 2, 8, "float32", capacity=3),
+    Sizes(2, 6, 6, 2, 128, "bfloat16", capacity=6, quantize="opaque"),
 ]
 
 
@@ -83,7 +87,8 @@ def check_exactly(sizes, result, inputs, oracle):
     """`check` without the tolerance of the contract, which the data here does not need."""
     check(sizes, result, inputs, oracle)
     if "weighted" in result:
-        testing.same_bits(result["weighted"], testing.oracle_combine(oracle, inputs.y, inputs.weights), "weighted")
+        expected = testing.oracle_combine(oracle, inputs.y, inputs.weights, quantize=sizes.wire)
+        testing.same_bits(result["weighted"], expected, "weighted")
         _, g_weights = testing.oracle_combine_grad(oracle, inputs.y, inputs.g_out, inputs.weights)
         testing.same_bits(result["g_weights"], g_weights, "gradient of weights")
 
