@@ -1,8 +1,9 @@
 """Groups within larger meshes and programs: axis orders, strides, several groups at once, a pipeline stage beside ep.
 
 Covers dp x ep x tp in every order with all gradients, groups over different axes with different shapes, top-k, layouts
-and capacities in one program, a pipeline whose idle steps send nothing, and meshes of which some axes are automatic.
-Every group is compared with its own oracle. test_dispatch.py has orders of devices, test_group.py the pure functions.
+and capacities in one program, a pipeline whose idle steps send nothing, nested shard_maps, and meshes of which some
+axes are automatic. Every group is compared with its own oracle. test_dispatch.py has orders of devices, test_group.py
+the pure functions.
 """
 
 import dataclasses
@@ -173,3 +174,27 @@ def test_automatic_axes_beside_the_group(make_mesh, manual):
     got = gradients(layer, jax.device_put(x, jax.NamedSharding(mesh, P(("dp", "ep"), "tp"))))
     expected = gradients(dense, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
+
+
+def test_nested_shard_maps():
+    """B55: dp bound outside, ep inside, over the current mesh; two groups with different routings."""
+    mesh = jax.make_mesh((2, 4), ("dp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x = testing.code_rows(8, 3, 8).reshape(2, 12, 8)
+    sizes = dict(num_ranks=4, num_tokens=3, num_topk=2, num_experts=8)
+    idx = np.stack([testing.routing(kind, **sizes) for kind in ("zipf", "one_rank")])
+
+    def layer(x, idx):
+        recv = jax_ep.dispatch(x, idx, num_experts=8, axis_name="ep")
+        return recv.x, jax_ep.combine(recv.x, recv.handle)
+
+    def outer(x, idx):
+        return jax.shard_map(layer, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"})(x, idx)
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(outer, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+        rows, sums = jax.jit(run)(x.reshape(24, 8), idx.reshape(24, 2))
+    for group in range(2):
+        oracle = testing.oracle_dispatch(x[group].reshape(4, 3, 8), idx[group], num_experts=8)
+        testing.same_bits(np.asarray(rows).reshape(2, *oracle.x.shape)[group], oracle.x, "rows")
+        sum_ = testing.oracle_combine(oracle, oracle.x)
+        testing.same_bits(np.asarray(sums).reshape(2, *sum_.shape)[group], sum_, "sums")
