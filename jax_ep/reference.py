@@ -175,7 +175,7 @@ def combine(
     else:
         data, scale = to_fp8(partial, "fp8")
         data, scale = send_back(lax.bitcast_convert_type(data, jnp.uint8)), send_back(scale)
-        # Products are rounded before they are added: XLA would contract the two.
+        # Products are rounded before they are added: XLA may contract the two.
         partial_of_rank = lambda d: lax.optimization_barrier(
             from_fp8(lax.bitcast_convert_type(data[d], jnp.float8_e4m3fn), scale[d], jnp.float32)
         )

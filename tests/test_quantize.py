@@ -60,10 +60,8 @@ def program(kind, dtype):
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_bits(kind, dtype):
-    """Data, scales and dequantised values equal the oracle's, compiled and not."""
+def check_bits(kind, dtype):
+    """Data, scales and dequantised values equal the oracle's, on whatever device is the default; returns the rows."""
     x = float32_values() if dtype == "float32" else every_pattern(jnp.dtype(dtype))
     data, scale = testing.oracle_quantize(x, kind)
     got = program(kind, dtype)(x)
@@ -74,6 +72,14 @@ def test_bits(kind, dtype):
         is_nan = np.isnan(expected)
         assert (np.isnan(back) == is_nan).all()
         testing.same_bits(back[~is_nan], expected[~is_nan], "dequantised")
+    return x
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits(kind, dtype):
+    """B27: `check_bits` compiled, and some rows without jit."""
+    x = check_bits(kind, dtype)
     few = x[:: len(x) // 16]
     eager = jax_ep.quantize(jnp.asarray(few), kind)
     data, scale = testing.oracle_quantize(few, kind)

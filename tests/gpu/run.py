@@ -49,6 +49,7 @@ def stages(cache: str) -> list[Stage]:
     some = ("-k", "routings or OtherWays or recorded")
     plan = [Stage("loopback", None, 150, ("test_loopback.py",), VIRTUAL)]
     plan += [Stage("loopback fuzz", None, 120, ("test_fuzz_loopback.py",), VIRTUAL)]
+    plan += [Stage("quantiser", None, 90, ("test_quantize_device.py",))]
     plan += [Stage("R=1", 1, 60, (exchange, programs, "-k", "routings or direct or 1000_are or recorded"))]
     plan += [Stage(f"R={r}", r, 90, (exchange, *some)) for r in (2, 3)]
     plan += [Stage("R=4 all cases", 4, 200, (exchange,)), Stage("R=8", 8, 120, (exchange, *some))]
