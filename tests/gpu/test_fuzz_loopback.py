@@ -46,7 +46,7 @@ def sizes_of(case: Case) -> Sizes:
         case.hidden,
         DTYPES[case.dtype],
         layout=case.layout,
-        capacity=case.rows,
+        capacity=case.capacity,
         expert_alignment=case.alignment,
     )
 
