@@ -4,6 +4,7 @@ The arena's arithmetic is compared with a program compiled from the header, and 
 """
 
 import doctest
+import math
 import pathlib
 import re
 import shutil
@@ -78,6 +79,9 @@ def test_arena_of_the_extension(call):
         {"layout": "token"},
         {"layout": "token", "capacity": 7},
         {"layout": "batched", "capacity": 6, "dtype": jnp.float16},
+        {"layout": "expert", "hidden": 256, "quantize": "fp8"},
+        {"layout": "token", "hidden": 256, "quantize": "fp8_ue8m0"},
+        {"layout": "token", "hidden": 128, "quantize": "fp8_wire"},
     ],
     ids=str,
 )
@@ -86,18 +90,20 @@ def test_results_of_real_calls(make_mesh, monkeypatch, changes):
     sizes = {**SMALL, **changes}
     taken = jax_ep.buffer_bytes(**sizes)
     num_ranks, dtype = sizes["num_ranks"], sizes.get("dtype", jnp.bfloat16)
-    kwargs = {k: v for k, v in changes.items() if k != "dtype"}
+    kwargs = {k: v for k, v in changes.items() if k not in ("dtype", "hidden")}
 
     def layer(x, idx, w):
         recv = jax_ep.dispatch(x, idx, w, num_experts=sizes["num_experts"], axis_name="ep", **kwargs)
-        return recv, jax_ep.combine(recv.x, recv.handle)
+        rows = recv.x.dequantize() if isinstance(recv.x, jax_ep.Quantized) else recv.x
+        return recv, jax_ep.combine(rows, recv.handle)
 
     shape = (num_ranks, sizes["num_tokens"], sizes["num_topk"])
     args = np.zeros((*shape[:2], sizes["hidden"]), dtype), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     program = testing.on_ranks(layer, make_mesh(num_ranks))
     recv, out = program(*args)
     per_rank = lambda *arrays: sum(np.asarray(a).nbytes for a in arrays) // num_ranks
-    assert taken.recv == per_rank(recv.x, recv.weights)
+    parts = (recv.x.data, recv.x.scale) if isinstance(recv.x, jax_ep.Quantized) else (recv.x,)
+    assert taken.recv == per_rank(*parts, recv.weights)
     assert taken.handle == per_rank(*recv.handle.arrays, recv.handle.stats)
     assert taken.out == per_rank(out)
     assert taken.total == taken.arena + taken.recv + taken.handle + taken.scratch + taken.out
@@ -115,9 +121,18 @@ def test_results_of_real_calls(make_mesh, monkeypatch, changes):
     monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
     text = program.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert taken.arena == sum(memory.arena_bytes(*shape) for shape in asked)
-    (results,) = re.findall(r"custom_call @jax_ep_combine\(.*-> \((.*)\)", text)
-    *dims, kind = re.findall(r"tensor<([^>]*)>", results)[-1].split("x")
-    assert taken.scratch == np.prod([int(n) for n in dims]) * {"16": 2, "32": 4, "i8": 1}[kind[-2:]]
+    wanted = result_bytes(text, "jax_ep_combine")[-1]  # that of no public result
+    if changes.get("quantize") == "fp8_wire":
+        wanted = max(wanted, sum(result_bytes(text, "jax_ep_dispatch")[:2]))
+    assert taken.scratch == wanted
+
+
+def result_bytes(text, target):
+    """Bytes of each result of the only call of `target`."""
+    (results,) = re.findall(rf"custom_call @{target}\(.*-> \((.*)\)", text)
+    bytes_of = {"f32": 4, "i32": 4, "bf16": 2, "f16": 2, "ui8": 1, "f8E4M3FN": 1, "f8E8M0FNU": 1}
+    shapes = [t.split("x") for t in re.findall(r"tensor<([^>]*)>", results)]
+    return [math.prod(map(int, dims)) * bytes_of[kind] for *dims, kind in shapes]
 
 
 def test_two_arenas_where_rows_differ_much():
