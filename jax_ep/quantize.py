@@ -57,7 +57,7 @@ class Quantized:
           TypeError, ValueError: data or scale are opaque (integers), or the hidden size is no multiple of the blocks.
         """
         dtype = shapes.dequantized_dtype("Quantized.dequantize", dtype, self.carrier)
-        shapes.dequantizable("Quantized.dequantize", self.data, self.scale)
+        shapes.dequantizable("Quantized.dequantize", self.data, self.scale, self.carrier)
         # The cotangent of the carrier varies over all mesh axes that the result varies over.
         pair = _compat.vary_together(self, ())
         return _dequantize(dtype, pair.data, pair.scale, pair.carrier)

@@ -232,8 +232,8 @@ def quantizable(op: str, name: str, x) -> jax.Array:
     return x
 
 
-def dequantizable(op: str, data, scale) -> None:
-    """Data and scales that are numbers of known layout, not opaque bytes."""
+def dequantizable(op: str, data, scale, carrier) -> None:
+    """Data and scales that are numbers of known layout, not opaque bytes, and a carrier of their shape."""
     for name, array in (("data", data), ("scale", scale)):
         if array is None or not jnp.issubdtype(array.dtype, jnp.floating):
             got = "None" if array is None else f"dtype {array.dtype}"
@@ -245,6 +245,11 @@ def dequantizable(op: str, data, scale) -> None:
         raise ValueError(
             f"{op}: got data of shape {data.shape} and scale of shape {scale.shape}, expected [..., hidden] and "
             "[..., num_blocks] where num_blocks divides hidden"
+        )
+    if carrier is not None and carrier.shape != data.shape:
+        raise ValueError(
+            f"{op}: got data of shape {data.shape} and carrier of shape {carrier.shape}, expected equal shapes; data "
+            "that holds several values in an element must be decoded by the code that knows its format"
         )
 
 

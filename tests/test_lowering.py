@@ -111,6 +111,49 @@ def test_batched_layout(make_mesh, usable):
     assert operands[0] == "12x16xf32" and results[2] == "8x16xf32"
 
 
+@pytest.mark.parametrize(
+    ("quantize", "code", "side", "side_bytes"),
+    [("fp8", 1, "16x1xf32", 4), ("fp8_ue8m0", 2, "16x1xf8E8M0FNU", 1), ("fp8_wire", 1, "16x1xf32", 4)],
+)
+def test_quantised_calls(make_mesh, usable, quantize, code, side, side_bytes):
+    """Rows go in as they are and come out narrow, with their scales; backward passes know nothing of it."""
+
+    def step(x, idx):
+        def loss(x):
+            recv = jax_ep.dispatch(x, idx, num_experts=4, axis_name="ep", quantize=quantize)
+            rows = recv.x if quantize == "fp8_wire" else recv.x.dequantize()
+            return jnp.sum(jax_ep.combine(rows, recv.handle, quantize="fp8_wire"))
+
+        return jax.value_and_grad(loss)(x)
+
+    program = testing.on_ranks(step, make_mesh(2))
+    x = np.zeros((2, 4, 128), np.float32)
+    found = calls(program.trace(x, IDX).lower(lowering_platforms=("cuda",)).as_text())
+    numbers = lambda text: {name: int(n) for name, n in re.findall(r"(\w+) = (-?\d+) : i64", text)}
+    ((operands, results, attributes),) = [c[1:] for c in found if c[0] == "jax_ep_dispatch"]
+    assert operands[:2] == ["4x128xf32", "0x0xui8"] and results[:2] == ["16x128xf8E4M3FN", side]
+    expected = dict(quantize=code, row_bytes=128, side_bytes=side_bytes, dtype=2)
+    assert expected.items() <= numbers(attributes).items()
+    combines = [numbers(c[3]) for c in found if c[0] == "jax_ep_combine"]
+    assert sorted((n["quantize"], n["row_bytes"]) for n in combines) == [(0, 512), (3, 512)]
+    ((results, attributes),) = [c[2:] for c in found if c[0] == "jax_ep_redispatch"]
+    assert results[:2] == ["16x128xf32", "0x0xui8"] and numbers(attributes)["quantize"] == 0
+
+
+def test_opaque_rows(make_mesh, usable):
+    """Bytes and their side array, of a type that nothing sums."""
+
+    def step(x, idx):
+        pair = jax_ep.Quantized(x, x[:, :3])
+        return jax_ep.dispatch(pair, idx, num_experts=4, axis_name="ep").x
+
+    text = testing.on_ranks(step, make_mesh(2)).trace(X.astype(np.uint8), IDX).lower(lowering_platforms=("cuda",))
+    ((_, operands, results, attributes),) = calls(text.as_text())
+    assert operands[:2] == ["4x16xui8", "4x3xui8"] and results[:2] == ["16x16xui8", "16x3xui8"]
+    numbers = {name: int(n) for name, n in re.findall(r"(\w+) = (-?\d+) : i64", attributes)}
+    assert dict(quantize=0, row_bytes=16, side_bytes=3, dtype=3).items() <= numbers.items()
+
+
 def test_attributes(make_mesh, usable):
     """Every attribute of the handlers, i64, and the group's members; the config of the call reaches them."""
     config = jax_ep.Config(num_sms=9, timeout_s=1.5, first_call_timeout_s=2, setup_timeout_s=3, staging="always")

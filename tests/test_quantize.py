@@ -229,5 +229,7 @@ def test_mistakes():
         jax_ep.Quantized(jnp.zeros((2, 64)), None).dequantize(jnp.float32)
     with pytest.raises(ValueError, match="num_blocks divides hidden"):
         jax_ep.Quantized(jnp.zeros((2, 64)), jnp.zeros((2, 3))).dequantize(jnp.float32)
+    with pytest.raises(ValueError, match=r"carrier of shape \(2, 128\), expected equal shapes"):
+        jax_ep.Quantized(jnp.zeros((2, 64)), jnp.zeros((2, 1)), jnp.zeros((2, 128))).dequantize()
     with pytest.raises(TypeError, match="dtype=int8"):
         jax_ep.Quantized(jnp.zeros((2, 64)), jnp.zeros((2, 1))).dequantize(jnp.int8)
