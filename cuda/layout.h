@@ -14,16 +14,17 @@
 
 namespace jax_ep {
 
-constexpr int kProtocol = 2;    // both ends of every mapping compare it before they talk
+constexpr int kProtocol = 3;    // both ends of every mapping compare it before they talk
 constexpr int kMaxTopk = 32;    // one lane of a warp per routed expert of a token
 constexpr int kMaxBlocks = 256; // blocks (= SMs) one call may use; sizes the routing workspace
 constexpr int kMaxCountWords = 1 << 24; // far beyond max_experts(): only keeps a wrong number from looping
 
 enum class Op : uint32_t { kDispatch = 1, kRedispatch = 2, kCombine = 3 };
-enum class Layout : int32_t { kExpert = 0, kToken = 1 };
-enum class DType : int32_t { kBF16 = 0, kF16 = 1, kF32 = 2 };
+enum class Layout : int32_t { kExpert = 0, kToken = 1, kBatched = 2 };
+enum class DType : int32_t { kBF16 = 0, kF16 = 1, kF32 = 2, kOpaque = 3 }; // opaque: moved, never added or cast
+enum class Quantize : int32_t { kNone = 0, kFp8 = 1, kFp8Ue8m0 = 2, kFp8Wire = 3 };
 
-JAX_EP_HD int64_t dtype_bytes(DType t) { return t == DType::kF32 ? 4 : 2; }
+JAX_EP_HD int64_t dtype_bytes(DType t) { return t == DType::kF32 ? 4 : t == DType::kOpaque ? 1 : 2; }
 JAX_EP_HD int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -56,14 +57,23 @@ JAX_EP_HD uint64_t round_word(uint64_t epoch, uint64_t rounds) { return epoch <<
 // ---------------------------------------------------------------------------------------------------------
 // Announce: what a source tells one receiver at the start of a call. `counts` (per expert, then per rank)
 // follow it in the mailbox when the call routes; other calls leave them untouched.
-enum Buffer { kRows = 0, kScalars = 1, kMeta = 2, kTokens = 3, kNumBuffers = 4 };
+enum Buffer {
+  kRows = 0,    // dispatch: recv_x; combine: y (token layout) or partial sums
+  kScalars = 1, // dispatch: recv_weights; combine: scalars
+  kMeta = 2,    // dispatch: slot_meta
+  kTokens = 3,  // dispatch: slot_token
+  kSide = 4,    // dispatch: recv_side
+  kSingles = kMeta,         // combine: y, where a token's only row on a rank is read without a partial sum
+  kSingleWeights = kTokens, // combine: the factors of these rows
+  kNumBuffers = 5,
+};
 
 struct Announce {
   uint64_t flag;                // announce word, stored last with release.sys
   uint64_t tag;                 // hash of op, shapes, dtype: ranks that run different programs are found here
   uint64_t buffer[kNumBuffers]; // address (same process) or offset in the source's XLA pool (other process)
   uint64_t is_staged;           // 1: this receiver cannot reach the source's buffers, rows go through staging
-  uint64_t reserved[9];
+  uint64_t reserved[8];
 };
 static_assert(sizeof(Announce) == 128, "announce is one pair of cache sectors");
 
@@ -107,21 +117,23 @@ struct ArenaShape {
   JAX_EP_HD int64_t flags() const { return round_up(int64_t(num_ranks) * 8, 128); }
 };
 
-// The size class that serves a call.
+// The size class that serves a call. `row_bytes`: of a row as it crosses, with its side array.
 JAX_EP_HD ArenaShape arena_shape(int num_ranks, int num_experts, int64_t row_bytes, int num_topk,
                                  int64_t staging_bytes);
 
 // ---------------------------------------------------------------------------------------------------------
 // Staged path: one record per token of a round, in a window of the receiver: [parity][partner][token in round].
-//   dispatch: row, i32 meta[K], f32 scalars[K], i32 slot (-1: the token does not come here)
+//   dispatch: row, i32 meta[K], f32 scalars[K], i32 slot (-1: the token does not come here), side
 //   combine:  row, f32 scalars[K]
 struct StagingShape {
   int64_t row_bytes;
   int32_t num_topk;
+  int64_t side_bytes = 0;
   JAX_EP_HD int64_t meta() const { return row_bytes; }
   JAX_EP_HD int64_t scalars() const { return row_bytes + int64_t(num_topk) * 4; }
   JAX_EP_HD int64_t slot() const { return row_bytes + int64_t(num_topk) * 8; }
-  JAX_EP_HD int64_t record_bytes() const { return round_up(slot() + 4, 16); }
+  JAX_EP_HD int64_t side() const { return round_up(slot() + 4, 16); }
+  JAX_EP_HD int64_t record_bytes() const { return side() + round_up(side_bytes, 16); }
   JAX_EP_HD int64_t tokens_per_round(const ArenaShape &arena) const {
     return arena.staging_bytes / (2 * arena.num_ranks * record_bytes());
   }
@@ -135,6 +147,14 @@ JAX_EP_HD ArenaShape arena_shape(int num_ranks, int num_experts, int64_t row_byt
   while (StagingShape{row_bytes, num_topk}.tokens_per_round(s) < 1) s.staging_bytes *= 2;
   return s;
 }
+
+// ---------------------------------------------------------------------------------------------------------
+// A row of partial sums in FP8 ("fp8_wire"): groups of 512 channels, each e4m3[512] then f32 scale[4] of 128 channels.
+// Scratch of one call, never seen by users; the last group is whole even if hidden ends inside it.
+struct WireRow {
+  static constexpr int kBlock = 128, kGroup = 512, kGroupBytes = kGroup + kGroup / kBlock * 4;
+  JAX_EP_HD static int64_t bytes(int64_t hidden) { return (hidden + kGroup - 1) / kGroup * kGroupBytes; }
+};
 
 // ---------------------------------------------------------------------------------------------------------
 // What a rank knows of each peer: device table [num_ranks], filled at set-up, constant afterwards.

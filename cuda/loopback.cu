@@ -18,18 +18,33 @@ __global__ void delay_kernel(int64_t ns) {
   while (now - start < uint64_t(ns));
 }
 
+int64_t recv_row_bytes(const LoopbackShape &s) {
+  return s.quantize == Quantize::kNone ? s.row_bytes : s.row_bytes / dtype_bytes(s.dtype);
+}
+int64_t side_bytes(const LoopbackShape &s) {
+  if (s.quantize == Quantize::kNone) return s.side_bytes;
+  return recv_row_bytes(s) / 128 * (s.quantize == Quantize::kFp8 ? 4 : 1);
+}
+int64_t num_rows(const LoopbackShape &s) {
+  return s.layout == Layout::kBatched ? int64_t(s.num_experts / s.num_ranks) * s.capacity : s.capacity;
+}
+bool has_partials(const LoopbackShape &s) { return s.layout != Layout::kToken || s.wire != Quantize::kNone; }
+
 // Name -> bytes of one rank's buffer.
 std::map<std::string, int64_t> buffer_sizes(const LoopbackShape &s) {
-  const int64_t T = s.num_tokens, K = s.num_topk, R = s.num_ranks, L = s.num_experts / R, C = s.capacity;
+  const int64_t T = s.num_tokens, K = s.num_topk, R = s.num_ranks, L = s.num_experts / R, N = num_rows(s);
   const bool is_token = s.layout == Layout::kToken;
-  const int64_t S = is_token ? C : R * T, scalars = s.has_weights ? C * 4 * (is_token ? K : 1) : 0;
-  return {{"x", T * s.row_bytes}, {"topk_idx", T * K * 4}, {"weights", s.has_weights ? T * K * 4 : 0},
-          {"recv_x", C * s.row_bytes}, {"recv_weights", scalars}, {"slot_meta", S * K * 4}, {"slot_token", S * 4},
+  const int64_t S = is_token ? s.capacity : R * T, scalars = s.has_weights ? N * 4 * (is_token ? K : 1) : 0;
+  return {{"x", T * s.row_bytes}, {"side", s.quantize == Quantize::kNone ? T * side_bytes(s) : 0},
+          {"topk_idx", T * K * 4}, {"weights", s.has_weights ? T * K * 4 : 0}, {"window", 4},
+          {"recv_x", N * recv_row_bytes(s)}, {"recv_side", N * side_bytes(s)}, {"recv_weights", scalars},
+          {"slot_meta", S * K * 4}, {"slot_token", S * 4},
           {"group_sizes", L * 4}, {"counts", L * 4}, {"stats", 32}, {"topk_clean", T * K * 4}, {"slot", T * R * 4},
           {"dst_row", T * K * 4}, {"recv_offsets", (R + 1) * 4},
-          {"y", C * s.row_bytes}, {"y_weights", s.has_weights && !is_token ? C * 4 : 0}, {"scalars", scalars},
+          {"y", N * s.row_bytes}, {"y_weights", s.has_weights && !is_token ? N * 4 : 0}, {"scalars", scalars},
           {"bias", s.has_bias ? T * s.row_bytes : 0}, {"out", T * s.row_bytes},
-          {"out_scalars", s.has_weights ? T * K * 4 : 0}, {"partial", is_token ? 0 : S * s.row_bytes}};
+          {"out_scalars", s.has_weights ? T * K * 4 : 0},
+          {"partial", has_partials(s) ? S * partial_row_bytes(s.row_bytes, s.dtype, s.wire) : 0}};
 }
 
 } // namespace
@@ -38,7 +53,10 @@ Loopback::Loopback(int device, const LoopbackShape &shape) : device_(device), sh
   check(cudaSetDevice(device_), "cudaSetDevice");
   check(load_dispatch_kernels(), "loading dispatch kernels");
   check(load_combine_kernels(), "loading combine kernels");
-  arena_shape_ = arena_shape(shape.num_ranks, shape.num_experts, shape.row_bytes, shape.num_topk, shape.staging_bytes);
+  const int64_t dispatched = recv_row_bytes(shape) + round_up(side_bytes(shape), 16);
+  const int64_t combined = partial_row_bytes(shape.row_bytes, shape.dtype, shape.wire);
+  arena_shape_ = arena_shape(shape.num_ranks, shape.num_experts, std::max(dispatched, combined), shape.num_topk,
+                             shape.staging_bytes);
   auto allocate = [&](int64_t bytes) {
     void *p = nullptr;
     check(cudaMalloc(&p, std::max<int64_t>(bytes, 16)), "cudaMalloc");
@@ -54,6 +72,7 @@ Loopback::Loopback(int device, const LoopbackShape &shape) : device_(device), sh
     cudaStream_t stream;
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
     streams_.push_back(stream);
+    check(cudaMemcpy(buffers_["window"][r], &shape.window, 4, cudaMemcpyHostToDevice), "cudaMemcpy");
   }
   peers_ = reinterpret_cast<Peer *>(allocate(sizeof(Peer) * peers.size()));
   check(cudaMemcpy(peers_, peers.data(), sizeof(Peer) * peers.size(), cudaMemcpyHostToDevice), "cudaMemcpy");
@@ -86,34 +105,39 @@ void Loopback::fill(const std::string &name, int byte) {
   check(cudaDeviceSynchronize(), "fill");
 }
 
-CallParams Loopback::call(int rank, Op op, std::initializer_list<const char *> shared) const {
+CallParams Loopback::call(int rank, Op op, int64_t row_bytes, int64_t side_bytes,
+                          std::initializer_list<const char *> shared) const {
   CallParams c{};
   c.shape = arena_shape_;
   c.arena = arenas_[rank], c.peers = peers_, c.failure = failures_ + rank;
   c.op = op, c.rank = rank, c.num_ranks = shape_.num_ranks, c.num_topk = shape_.num_topk;
-  c.row_bytes = shape_.row_bytes, c.tag = uint64_t(op), c.limit_ns = uint64_t(std::min(shape_.timeout_ns, kMaxLimitNs));
+  c.row_bytes = row_bytes, c.side_bytes = side_bytes, c.tag = uint64_t(op),
+  c.limit_ns = uint64_t(std::min(shape_.timeout_ns, kMaxLimitNs));
   c.force_staged = shape_.force_staged, c.is_direct = 1;
   int i = 0;
-  for (const char *name : shared) c.buffer[i++] = reinterpret_cast<uint64_t>(at<char>(name, rank));
+  for (const char *name : shared) c.buffer[i++] = *name ? reinterpret_cast<uint64_t>(at<char>(name, rank)) : 0;
   return c;
 }
 
 DispatchParams Loopback::dispatch_params(int rank, bool is_route) const {
   DispatchParams p{};
-  p.call = call(rank, is_route ? Op::kDispatch : Op::kRedispatch, {"recv_x", "recv_weights", "slot_meta", "slot_token"});
-  p.x = at<char>("x", rank), p.topk_idx = is_route ? at<int32_t>("topk_idx", rank) : nullptr;
+  p.call = call(rank, is_route ? Op::kDispatch : Op::kRedispatch, recv_row_bytes(shape_), side_bytes(shape_),
+                {"recv_x", "recv_weights", "slot_meta", "slot_token", "recv_side"});
+  p.x = at<char>("x", rank), p.x_bytes = shape_.row_bytes, p.side = at<char>("side", rank);
+  p.topk_idx = is_route ? at<int32_t>("topk_idx", rank) : nullptr, p.window = is_route ? at<int32_t>("window", rank) : nullptr;
   p.weights = at<float>("weights", rank), p.topk_clean = at<int32_t>("topk_clean", rank);
   p.slot = at<int32_t>("slot", rank), p.dst_row = at<int32_t>("dst_row", rank);
   p.slot_meta = at<int32_t>("slot_meta", rank), p.slot_token = at<int32_t>("slot_token", rank);
   p.recv_offsets = at<int32_t>("recv_offsets", rank), p.group_sizes = at<int32_t>("group_sizes", rank);
-  p.counts = at<int32_t>("counts", rank), p.recv_x = at<char>("recv_x", rank);
+  p.counts = at<int32_t>("counts", rank), p.recv_x = at<char>("recv_x", rank), p.recv_side = at<char>("recv_side", rank);
   p.recv_weights = at<float>("recv_weights", rank), p.stats = is_route ? at<int32_t>("stats", rank) : nullptr;
   p.num_tokens = shape_.num_tokens, p.num_experts = shape_.num_experts;
   p.num_local_experts = shape_.num_experts / shape_.num_ranks, p.capacity = shape_.capacity;
   p.num_slots = shape_.layout == Layout::kToken ? shape_.capacity : shape_.num_ranks * shape_.num_tokens;
   p.alignment = shape_.alignment, p.layout = shape_.layout, p.zero_tail = shape_.zero_tail;
+  p.dtype = shape_.dtype, p.quantize = shape_.quantize;
   p.num_blocks = shape_.num_sms, p.use_bulk = shape_.use_bulk;
-  p.outputs.add(p.recv_x, sizes_.at("recv_x"));
+  p.outputs.add(p.recv_x, sizes_.at("recv_x") / 4 * 4);
   if (is_route) {
     p.outputs.add(p.group_sizes, sizes_.at("group_sizes"), true);
     p.outputs.add(p.stats, sizes_.at("stats"), true);
@@ -124,8 +148,10 @@ DispatchParams Loopback::dispatch_params(int rank, bool is_route) const {
 CombineParams Loopback::combine_params(int rank) const {
   CombineParams p{};
   const bool is_token = shape_.layout == Layout::kToken;
-  p.call = call(rank, Op::kCombine, {is_token ? "y" : "partial", "scalars"});
-  p.y = at<char>("y", rank), p.weights = at<float>("y_weights", rank), p.scalars = at<float>("scalars", rank);
+  p.call = call(rank, Op::kCombine, partial_row_bytes(shape_.row_bytes, shape_.dtype, shape_.wire), 0,
+                {has_partials(shape_) ? "partial" : "y", "scalars", "y", "y_weights", ""});
+  p.y = at<char>("y", rank), p.y_bytes = shape_.row_bytes;
+  p.weights = at<float>("y_weights", rank), p.scalars = at<float>("scalars", rank);
   p.bias = at<char>("bias", rank), p.topk_clean = at<int32_t>("topk_clean", rank);
   p.slot = at<int32_t>("slot", rank), p.dst_row = at<int32_t>("dst_row", rank);
   p.slot_meta = at<int32_t>("slot_meta", rank), p.slot_token = at<int32_t>("slot_token", rank);
@@ -133,7 +159,8 @@ CombineParams Loopback::combine_params(int rank) const {
   p.out_scalars = at<float>("out_scalars", rank), p.partial = at<char>("partial", rank);
   p.num_tokens = shape_.num_tokens, p.num_local_experts = shape_.num_experts / shape_.num_ranks;
   p.num_slots = is_token ? shape_.capacity : shape_.num_ranks * shape_.num_tokens;
-  p.layout = shape_.layout, p.dtype = shape_.dtype, p.num_blocks = shape_.num_sms, p.use_bulk = shape_.use_bulk;
+  p.layout = shape_.layout, p.dtype = shape_.dtype, p.quantize = shape_.wire;
+  p.num_blocks = shape_.num_sms, p.use_bulk = shape_.use_bulk;
   p.outputs.add(p.out, sizes_.at("out"));
   return p;
 }

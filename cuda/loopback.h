@@ -15,7 +15,11 @@
 namespace jax_ep {
 
 struct LoopbackShape {
-  int num_ranks, num_tokens, num_topk, num_experts, row_bytes, capacity, alignment;
+  int num_ranks, num_tokens, num_topk, num_experts, row_bytes, capacity, alignment; // row_bytes: of x and y
+  int side_bytes = 0;                      // of a row that travels beside x; ignored when dispatch quantises
+  int window = -1;
+  Quantize quantize = Quantize::kNone;     // of dispatch
+  Quantize wire = Quantize::kNone;         // of combine
   Layout layout;
   DType dtype;
   bool zero_tail, has_weights, has_bias, use_bulk, force_staged;
@@ -45,7 +49,7 @@ class Loopback {
 
  private:
   template <class T> T *at(const std::string &name, int rank) const;
-  CallParams call(int rank, Op op, std::initializer_list<const char *> shared) const;
+  CallParams call(int rank, Op op, int64_t row_bytes, int64_t side_bytes, std::initializer_list<const char *> shared) const;
   DispatchParams dispatch_params(int rank, bool is_route) const;
   CombineParams combine_params(int rank) const;
   void launch_rank(const std::string &op, int rank);

@@ -25,6 +25,8 @@ class Config:
       timeout_s: the same for every later call.
       staging: "auto" sends rows straight into the peers' buffers where that is safe, else through own
         memory; "always" forces own memory (a test aid).
+      copies: "auto" moves rows with the copy engine where the GPU has one (compute capability 9.0 and newer);
+        "vector" forces what older GPUs do (a test aid).
       staging_bytes: own memory per rank and group for staged rows, both windows.
       debug_checks: reserved; True raises NotImplementedError.
       ranks_per_node: reserved; anything but None raises NotImplementedError.
@@ -40,6 +42,7 @@ class Config:
     timeout_s: float = 100.0
     staging: str = "auto"
     staging_bytes: int = 16 << 20
+    copies: str = "auto"
     debug_checks: bool = False
     ranks_per_node: int | None = None
 
@@ -51,6 +54,8 @@ class Config:
         _positive("staging_bytes", self.staging_bytes, numbers.Integral, "a positive number of bytes")
         if self.staging not in ("auto", "always"):
             raise ValueError(f'Config: got staging={self.staging!r}, expected "auto" or "always"')
+        if self.copies not in ("auto", "vector"):
+            raise ValueError(f'Config: got copies={self.copies!r}, expected "auto" or "vector"')
         if self.debug_checks:
             raise NotImplementedError("Config: debug_checks=True is not implemented yet; leave it False")
         if self.ranks_per_node is not None:

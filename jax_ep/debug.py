@@ -19,7 +19,8 @@ def stats() -> dict[str, Any]:
       - ``peers_mapped``, ``pools_mapped``: arenas and XLA pools of other processes that are mapped here;
         ``pools_registered``: own XLA pools that peers can map.
       - ``calls``: executions of dispatch and combine, one per local device; ``direct_calls``: rows went straight
-        into the receiver's buffers; ``staged_calls``: through staging, for at least one peer.
+        into the receiver's buffers; ``staged_calls``: through staging, for at least one peer; ``vector_calls``: of
+        either kind, without bulk copies.
       - ``dispatch_entered_ns``: ``time.monotonic_ns()`` when XLA last entered a dispatch that routes, on any local
         device: from there to the end of a program is device work, without JAX's and XLA's own start.
       - ``attached``: how often a call site found its arena already bound, while its program was lowered or loaded.
@@ -47,6 +48,7 @@ _COUNTS = (
     "calls",
     "direct_calls",
     "staged_calls",
+    "vector_calls",
     "dispatch_entered_ns",
     "attached",
 )

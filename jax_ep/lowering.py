@@ -50,9 +50,8 @@ def _lower(target: str, groups, ctx, *operands, spec: Spec, quantize: str | None
     num_public = len(results)
     if target == "jax_ep_combine":
         # Sums of each (source, token) on this rank, which peers fetch: memory that XLA owns for this call.
-        num_tokens = ctx.avals_out[0].shape[0]
-        rows = spec.num_slots(num_tokens) if spec.layout != "token" else 0
-        results.append(_compat.result_aval(results[0], (rows, results[0].shape[1]), results[0].dtype))
+        rows = spec.num_slots(results[0].shape[0]) if spec.layout != "token" or quantize else 0
+        results.append(_compat.result_aval(results[0], (rows, _crossing_bytes(results[0], 0, quantize)), np.uint8))
     rule = jax.ffi.ffi_lowering(target, has_side_effect=False)
     return rule(ctx.replace(avals_out=results), *operands, **attributes)[:num_public]
 
@@ -63,7 +62,8 @@ def _attributes(target: str, groups, ctx, spec: Spec, quantize: str | None) -> d
     row_bytes = _row_bytes(ctx.avals_out[0])
     side_bytes = 0 if target == "jax_ep_combine" else _row_bytes(ctx.avals_out[1])
     num_topk = _num_topk(target, ctx.avals_in)
-    shape = _ffi.arena_shape(spec.num_ranks, spec.num_experts, row_bytes, num_topk, config.staging_bytes)
+    crossing = _crossing_bytes(ctx.avals_out[0], side_bytes, quantize)
+    shape = _ffi.arena_shape(spec.num_ranks, spec.num_experts, crossing, num_topk, config.staging_bytes)
     numbers = dict(
         num_ranks=spec.num_ranks,
         num_experts=spec.num_experts,
@@ -78,6 +78,7 @@ def _attributes(target: str, groups, ctx, spec: Spec, quantize: str | None) -> d
         num_sms=config.num_sms or _default_num_sms(target, groups, ctx, spec, num_topk, row_bytes + side_bytes),
         staging_bytes=config.staging_bytes,
         force_staged=config.staging == "always",
+        force_vector=config.copies == "vector",
         setup_timeout_ns=_nanoseconds(config.setup_timeout_s),
         first_timeout_ns=_nanoseconds(config.first_call_timeout_s),
         timeout_ns=_nanoseconds(config.timeout_s),
@@ -113,6 +114,13 @@ def _default_num_sms(target: str, groups, ctx, spec: Spec, num_topk: int, row_by
 
 def _row_bytes(rows) -> int:
     return rows.shape[1] * rows.dtype.itemsize
+
+
+def _crossing_bytes(rows, side_bytes: int, quantize: str | None) -> int:
+    """Of a row on its way, with what lies beside it: what a staging window must hold one of (call.h, layout.h)."""
+    if quantize == "fp8_wire":  # WireRow: FP8 in groups of 512 channels, each with its four scales
+        return -(-rows.shape[1] // 512) * 528
+    return _row_bytes(rows) + -(-side_bytes // 16) * 16
 
 
 def _num_topk(target: str, avals_in) -> int:

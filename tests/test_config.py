@@ -24,6 +24,7 @@ from jax_ep import testing
         ("staging_bytes", 0, ValueError),
         ("staging_bytes", 1.5, TypeError),
         ("staging", "never", ValueError),
+        ("copies", "bulk", ValueError),
         ("debug_checks", True, NotImplementedError),
         ("ranks_per_node", 4, NotImplementedError),
     ],

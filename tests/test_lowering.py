@@ -88,14 +88,14 @@ def test_operands_and_results(make_mesh, usable):
     assert (again, ["16x16xf32", "0x0xui8", "0xf32"]) in by_target["jax_ep_redispatch"]
     forward = ["16x16xf32", "16xf32", "0xf32", "4x16xf32", *handle]
     backward = ["16x16xf32", "0xf32", "16xf32", "0x16xf32", *handle]
-    assert (forward, ["4x16xf32", "0x2xf32", "8x16xf32"]) in by_target["jax_ep_combine"]
-    assert (backward, ["4x16xf32", "4x2xf32", "8x16xf32"]) in by_target["jax_ep_combine"]
+    assert (forward, ["4x16xf32", "0x2xf32", "8x64xui8"]) in by_target["jax_ep_combine"]
+    assert (backward, ["4x16xf32", "4x2xf32", "8x64xui8"]) in by_target["jax_ep_combine"]
 
 
 def test_token_layout_has_no_partial_sums(make_mesh, usable):
     for target, _, results, _ in calls(lowered(make_mesh(2), layout="token")):
         if target == "jax_ep_combine":
-            assert results[2] == "0x16xf32"
+            assert results[2] == "0x64xui8"
             break
     else:
         pytest.fail("no combine in the program")
@@ -108,7 +108,7 @@ def test_batched_layout(make_mesh, usable):
     operands, results = next((o, r) for target, o, r, _ in found if target == "jax_ep_dispatch")
     assert operands[-1] == "1xi32" and results[0] == "12x16xf32" and results[2] == "12xf32"
     operands, results = next((o, r) for target, o, r, _ in found if target == "jax_ep_combine")
-    assert operands[0] == "12x16xf32" and results[2] == "8x16xf32"
+    assert operands[0] == "12x16xf32" and results[2] == "8x64xui8"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_attributes(make_mesh, usable):
     numbers = {name: int(n) for name, n in re.findall(r"(\w+) = (-?\d+) : i64", attributes)}
     assert numbers == dict(
         num_ranks=2, num_experts=4, num_topk=2, row_bytes=64, side_bytes=0, dtype=2, quantize=0,
-        layout=0, expert_alignment=8, zero_tail=1, num_sms=9, staging_bytes=16 << 20, force_staged=1,
+        layout=0, expert_alignment=8, zero_tail=1, num_sms=9, staging_bytes=16 << 20, force_staged=1, force_vector=0,
         setup_timeout_ns=3 * 10**9, first_timeout_ns=2 * 10**9, timeout_ns=15 * 10**8,
     )  # fmt: skip
     members = [(d.process_index, d.local_hardware_id) for d in mesh.devices.flat]

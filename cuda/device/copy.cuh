@@ -41,10 +41,16 @@ __device__ __forceinline__ void warp_zero(char *dst, int64_t bytes, int lane) {
 
 // ---- payload arithmetic: 16 bytes of a row as floats --------------------------------------------------------
 
+// `add_pair`: the sum of two rows, as f32 sums that start at +0 and are rounded once give it. The packed addition of
+// 16-bit types rounds the exact sum; f32 holds that sum exactly, unless one term is far below half a unit of the other
+// and both ways give the other one.
+
 template <DType kType> struct Payload;
 
 template <> struct Payload<DType::kF32> {
   static constexpr int kLanes = 4;
+  static constexpr bool kCanAddPairs = false;
+  __device__ static int4 add_pair(int4 a, int4) { return a; } // never called
   __device__ static void unpack(int4 v, float *f) {
     const float *s = reinterpret_cast<const float *>(&v);
 #pragma unroll
@@ -61,6 +67,14 @@ template <> struct Payload<DType::kF32> {
 
 template <> struct Payload<DType::kBF16> {
   static constexpr int kLanes = 8;
+  static constexpr bool kCanAddPairs = true;
+  __device__ static int4 add_pair(int4 a, int4 b) {
+    __nv_bfloat162 *p = reinterpret_cast<__nv_bfloat162 *>(&a);
+    const __nv_bfloat162 *q = reinterpret_cast<const __nv_bfloat162 *>(&b);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[i] = __hadd2_rn(__hadd2_rn(p[i], __float2bfloat162_rn(0.f)), q[i]); // + 0: -0 and -0 give +0
+    return a;
+  }
   __device__ static void unpack(int4 v, float *f) {
     const __nv_bfloat162 *s = reinterpret_cast<const __nv_bfloat162 *>(&v);
 #pragma unroll
@@ -80,6 +94,14 @@ template <> struct Payload<DType::kBF16> {
 
 template <> struct Payload<DType::kF16> {
   static constexpr int kLanes = 8;
+  static constexpr bool kCanAddPairs = true;
+  __device__ static int4 add_pair(int4 a, int4 b) {
+    __half2 *p = reinterpret_cast<__half2 *>(&a);
+    const __half2 *q = reinterpret_cast<const __half2 *>(&b);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[i] = __hadd2_rn(__hadd2_rn(p[i], __float2half2_rn(0.f)), q[i]); // + 0: -0 and -0 give +0
+    return a;
+  }
   __device__ static void unpack(int4 v, float *f) {
     const __half2 *s = reinterpret_cast<const __half2 *>(&v);
 #pragma unroll
@@ -180,11 +202,18 @@ __device__ __forceinline__ void bulk_wait_stored() {
 #endif
 }
 
-// Before bulk-loading what a peer (or this block) wrote through the generic proxy; also before the copy engine
-// refills shared memory that lanes have read.
+// Before bulk-loading what a peer (or this block) wrote through the generic proxy.
 __device__ __forceinline__ void bulk_fence() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+
+// Before the copy engine refills shared memory that lanes have read, or reads what they have written there. Unlike the
+// fence above it does not wait for stores to global memory.
+__device__ __forceinline__ void bulk_fence_shared() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 

@@ -29,10 +29,12 @@ ffi::ErrorOr<CallAttributes> CallAttributes::read(const ffi::Dictionary &attrs) 
   const struct { const char *name; int64_t *to; } fields[] = {
       {"num_ranks", &a.num_ranks},         {"num_experts", &a.num_experts},
       {"num_topk", &a.num_topk},           {"row_bytes", &a.row_bytes},
+      {"side_bytes", &a.side_bytes},       {"quantize", &a.quantize},
       {"dtype", &a.dtype},                 {"layout", &a.layout},
       {"expert_alignment", &a.expert_alignment}, {"zero_tail", &a.zero_tail},
       {"num_sms", &a.num_sms},             {"staging_bytes", &a.staging_bytes},
-      {"force_staged", &a.force_staged},   {"setup_timeout_ns", &a.setup_timeout_ns},
+      {"force_staged", &a.force_staged},   {"force_vector", &a.force_vector},
+       {"setup_timeout_ns", &a.setup_timeout_ns},
       {"first_timeout_ns", &a.first_timeout_ns}, {"timeout_ns", &a.timeout_ns}};
   for (const auto &f : fields) {
     auto value = attrs.get<int64_t>(f.name);
@@ -80,9 +82,9 @@ CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, st
   c.arena = rank.arena, c.peers = rank.peers, c.failure = rank.failure;
   c.pool_base = reinterpret_cast<uint64_t>(rank.pool ? rank.pool->base : nullptr);
   c.op = op, c.rank = rank.rank, c.num_ranks = int32_t(a.num_ranks), c.num_topk = int32_t(a.num_topk);
-  c.row_bytes = a.row_bytes;
+  c.row_bytes = a.row_bytes, c.side_bytes = a.side_bytes;
   c.tag = hash({int64_t(op), int64_t(hash(what)), a.num_ranks, a.num_experts, a.num_topk, a.row_bytes, a.dtype,
-                a.layout, a.expert_alignment});
+                a.layout, a.expert_alignment, a.side_bytes, a.quantize});
   c.force_staged = a.force_staged != 0;
   c.is_direct = rank.pool && rank.pool->base && rank.pool->is_exportable;
   bool reaches_all = !c.force_staged || a.num_ranks == 1;
@@ -93,7 +95,7 @@ CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, st
     if (!rank.pool || !rank.pool->contains(shared[i].at, shared[i].bytes)) c.is_direct = 0;
   }
   for (uint8_t same : rank.same_process) reaches_all = reaches_all && (same || c.is_direct);
-  const int64_t before = rank.count_call(!reaches_all, op == Op::kDispatch);
+  const int64_t before = rank.count_call(!reaches_all, !a.use_bulk(rank), op == Op::kDispatch);
   c.limit_ns = uint64_t(std::min<int64_t>(before == 0 ? a.first_timeout_ns : a.timeout_ns, kMaxLimitNs));
   return c;
 }
@@ -128,7 +130,7 @@ ffi::Error bind_call_site(const ffi::Dictionary &attrs) {
   request.key = std::string(a->key);
   request.groups.assign(groups->begin(), groups->end());
   request.num_ranks = a->num_ranks, request.num_experts = a->num_experts, request.num_topk = a->num_topk;
-  request.row_bytes = a->row_bytes, request.staging_bytes = a->staging_bytes, request.num_sms = a->num_sms;
+  request.row_bytes = a->crossing_bytes(), request.staging_bytes = a->staging_bytes, request.num_sms = a->num_sms;
   request.setup_timeout_ns = a->setup_timeout_ns;
   const std::string problem = bind_from_instantiate(request);
   return problem.empty() ? ffi::Error::Success() : internal(problem);

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "cuda/kernels/params.h"
+#include "cuda/kernels/combine_peer.h"
 #include "cuda/runtime/registry.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -18,12 +18,20 @@ namespace ffi = xla::ffi;
 // Static facts of a call site, the same on all ranks (jax_ep/lowering.py writes them).
 struct CallAttributes {
   std::string_view key; // names the arena: group, size class
-  int64_t num_ranks, num_experts, num_topk, row_bytes, dtype, layout, expert_alignment, zero_tail;
+  int64_t num_ranks, num_experts, num_topk, layout, expert_alignment, zero_tail;
+  int64_t row_bytes, side_bytes; // of a received row (dispatch) or a row of the result (combine), and what lies beside it
+  int64_t dtype, quantize;       // of the first operand; what becomes of it
   int64_t num_sms; // 0: the group's default
-  int64_t staging_bytes, force_staged, setup_timeout_ns, first_timeout_ns, timeout_ns;
+  int64_t staging_bytes, force_staged, force_vector, setup_timeout_ns, first_timeout_ns, timeout_ns;
 
   static ffi::ErrorOr<CallAttributes> read(const ffi::Dictionary &attrs);
+  bool use_bulk(const RankContext &rank) const { return rank.has_bulk && !force_vector; }
   Layout layout_kind() const { return Layout(layout); }
+  // Bytes of a row as it crosses, with its side array: what a staging window must hold one of.
+  int64_t crossing_bytes() const {
+    if (Quantize(quantize) == Quantize::kFp8Wire) return partial_row_bytes(row_bytes, DType(dtype), Quantize::kFp8Wire);
+    return row_bytes + round_up(side_bytes, 16);
+  }
 };
 
 // Buffers of a call by position; a wrong count or too few bytes becomes an error that names the operand.

@@ -21,12 +21,14 @@ ffi::Error combine(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   const bool is_token_layout = a->layout_kind() == Layout::kToken;
   CombineParams p{};
   p.num_tokens = int32_t(T), p.num_local_experts = int32_t(a->num_experts / R), p.num_slots = int32_t(S);
-  p.layout = a->layout_kind(), p.dtype = DType(a->dtype);
+  p.layout = a->layout_kind(), p.dtype = DType(a->dtype), p.quantize = Quantize(a->quantize), p.y_bytes = a->row_bytes;
   p.num_blocks = a->num_sms ? int32_t(a->num_sms) : (*rank)->num_sms;
-  p.use_bulk = (*rank)->has_bulk;
+  p.use_bulk = a->use_bulk(**rank);
   const int64_t weights_bytes = b.arg_dim(1, 0) > 0 ? C * 4 : 0;
   const int64_t scalars_bytes = b.arg_dim(2, 0) > 0 ? C * 4 * (is_token_layout ? K : 1) : 0;
-  const int64_t partial_bytes = is_token_layout ? 0 : S * a->row_bytes;
+  const bool has_partials = !is_token_layout || p.quantize == Quantize::kFp8Wire;
+  const int64_t crossing_bytes = partial_row_bytes(p.y_bytes, p.dtype, p.quantize);
+  const int64_t partial_bytes = has_partials ? S * crossing_bytes : 0;
   p.y = b.arg<const char>(0, C * a->row_bytes);
   p.weights = b.arg<const float>(1, weights_bytes);
   p.scalars = b.arg<const float>(2, scalars_bytes);
@@ -42,9 +44,11 @@ ffi::Error combine(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   p.partial = b.ret<char>(2, partial_bytes);
   p.outputs.add(p.out, T * a->row_bytes);
   if (p.out_scalars) p.outputs.add(p.out_scalars, T * K * 4);
-  const Shared rows = is_token_layout ? Shared{p.y, C * a->row_bytes} : Shared{p.partial, partial_bytes};
+  // Peers read partial sums, and y itself where a token has one row here.
+  const Shared y{p.y, C * a->row_bytes}, rows = has_partials ? Shared{p.partial, partial_bytes} : y;
   p.call = make_call(**rank, *a, Op::kCombine, {T, C, weights_bytes > 0, scalars_bytes > 0},
-                     {rows, {p.scalars, scalars_bytes}, {}, {}});
+                     {rows, {p.scalars, scalars_bytes}, y, {p.weights, weights_bytes}, {}});
+  p.call.row_bytes = crossing_bytes;
   if (!b.problem().empty()) return ffi::Error(ffi::ErrorCode::kInvalidArgument, b.problem());
   if (cudaError_t e = launch_combine(p, stream))
     return ffi::Error(ffi::ErrorCode::kInternal, std::string("combine: launch failed: ") + cudaGetErrorString(e));

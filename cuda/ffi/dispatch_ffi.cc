@@ -10,16 +10,26 @@
 namespace jax_ep {
 namespace {
 
-// What both targets take from attributes and shapes; T is x' first dimension, C that of recv_x.
-DispatchParams base_params(const CallAttributes &a, const RankContext &rank, int64_t num_tokens, int64_t capacity,
-                           int64_t num_slots) {
+// What both targets take from attributes and shapes; x is operand 0, side operand 1, recv_x and recv_side results 0 and 1.
+DispatchParams base_params(const CallAttributes &a, const RankContext &rank, Buffers &b, int64_t num_slots) {
   DispatchParams p{};
-  p.num_tokens = int32_t(num_tokens), p.num_experts = int32_t(a.num_experts);
+  const int64_t T = b.arg_dim(0, 0), rows = b.ret_dim(0, 0);
+  p.num_tokens = int32_t(T), p.num_experts = int32_t(a.num_experts);
   p.num_local_experts = int32_t(a.num_experts / a.num_ranks);
-  p.capacity = int32_t(capacity), p.num_slots = int32_t(num_slots), p.alignment = int32_t(a.expert_alignment);
   p.layout = a.layout_kind(), p.zero_tail = a.zero_tail != 0;
+  p.capacity = int32_t(p.layout == Layout::kBatched ? rows / p.num_local_experts : rows);
+  p.num_slots = int32_t(num_slots), p.alignment = int32_t(a.expert_alignment);
+  p.dtype = DType(a.dtype), p.quantize = Quantize(a.quantize);
+  const bool quantises = p.quantize != Quantize::kNone;
+  p.x_bytes = quantises ? a.row_bytes * dtype_bytes(p.dtype) : a.row_bytes;
+  p.x = b.arg<const char>(0, T * p.x_bytes);
+  p.side = b.arg<const char>(1, quantises ? 0 : T * a.side_bytes);
+  p.recv_x = b.ret<char>(0, rows * a.row_bytes);
+  p.recv_side = b.ret<char>(1, rows * a.side_bytes);
+  p.outputs.add(p.recv_x, rows * a.row_bytes);
+  if (p.recv_side) p.outputs.add(p.recv_side, rows * a.side_bytes / 4 * 4);
   p.num_blocks = a.num_sms ? int32_t(a.num_sms) : rank.num_sms;
-  p.use_bulk = rank.has_bulk;
+  p.use_bulk = a.use_bulk(rank);
   return p;
 }
 
@@ -41,26 +51,25 @@ ffi::Error dispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   auto rank = find_rank(a->key);
   if (!rank) return rank.error();
   Buffers b("dispatch", args, rets);
-  const int64_t T = b.arg_dim(0, 0), K = a->num_topk, R = a->num_ranks, C = b.ret_dim(0, 0), S = b.ret_dim(2, 0);
+  const int64_t T = b.arg_dim(0, 0), K = a->num_topk, R = a->num_ranks, N = b.ret_dim(0, 0), S = b.ret_dim(3, 0);
   const int64_t L = a->num_experts / R;
-  const bool has_weights = T > 0 && b.arg_dim(2, 0) > 0;
-  DispatchParams p = base_params(*a, **rank, T, C, S);
-  p.x = b.arg<const char>(0, T * a->row_bytes);
-  p.topk_idx = b.arg<const int32_t>(1, T * K * 4);
-  p.weights = b.arg<const float>(2, has_weights ? T * K * 4 : 0);
-  p.recv_x = b.ret<char>(0, C * a->row_bytes);
-  p.recv_weights = b.ret<float>(1, has_weights ? scalars_bytes(*a, C) : 0);
-  p.slot_meta = b.ret<int32_t>(2, S * K * 4);
-  p.slot_token = b.ret<int32_t>(3, S * 4);
-  p.group_sizes = b.ret<int32_t>(4, L * 4);
-  p.counts = b.ret<int32_t>(5, L * 4);
-  p.stats = b.ret<int32_t>(6, 8 * 4);
-  p.topk_clean = b.ret<int32_t>(7, T * K * 4);
-  p.slot = b.ret<int32_t>(8, T * R * 4);
-  p.dst_row = b.ret<int32_t>(9, T * K * 4);
-  p.recv_offsets = b.ret<int32_t>(10, (R + 1) * 4);
-  p.outputs.add(p.recv_x, C * a->row_bytes);
-  if (p.recv_weights) p.outputs.add(p.recv_weights, scalars_bytes(*a, C));
+  const bool has_weights = T > 0 && b.arg_dim(3, 0) > 0;
+  const int64_t weights_bytes = has_weights ? scalars_bytes(*a, N) : 0;
+  DispatchParams p = base_params(*a, **rank, b, S);
+  p.topk_idx = b.arg<const int32_t>(2, T * K * 4);
+  p.weights = b.arg<const float>(3, has_weights ? T * K * 4 : 0);
+  p.window = b.arg<const int32_t>(4, 4);
+  p.recv_weights = b.ret<float>(2, weights_bytes);
+  p.slot_meta = b.ret<int32_t>(3, S * K * 4);
+  p.slot_token = b.ret<int32_t>(4, S * 4);
+  p.group_sizes = b.ret<int32_t>(5, L * 4);
+  p.counts = b.ret<int32_t>(6, L * 4);
+  p.stats = b.ret<int32_t>(7, 8 * 4);
+  p.topk_clean = b.ret<int32_t>(8, T * K * 4);
+  p.slot = b.ret<int32_t>(9, T * R * 4);
+  p.dst_row = b.ret<int32_t>(10, T * K * 4);
+  p.recv_offsets = b.ret<int32_t>(11, (R + 1) * 4);
+  if (p.recv_weights) p.outputs.add(p.recv_weights, weights_bytes);
   p.outputs.add(p.slot_meta, S * K * 4);
   p.outputs.add(p.slot_token, S * 4);
   p.outputs.add(p.topk_clean, T * K * 4);
@@ -68,11 +77,12 @@ ffi::Error dispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   p.outputs.add(p.dst_row, T * K * 4);
   for (auto [at, n] : {std::pair{p.group_sizes, L}, {p.counts, L}, {p.stats, int64_t(8)}, {p.recv_offsets, R + 1}})
     p.outputs.add(at, n * 4, /*sizes=*/true);
-  p.call = make_call(**rank, *a, Op::kDispatch, {T, C, has_weights},
-                     {{p.recv_x, C * a->row_bytes},
-                      {p.recv_weights, p.recv_weights ? scalars_bytes(*a, C) : 0},
+  p.call = make_call(**rank, *a, Op::kDispatch, {T, N, has_weights},
+                     {{p.recv_x, N * a->row_bytes},
+                      {p.recv_weights, weights_bytes},
                       {p.slot_meta, S * K * 4},
-                      {p.slot_token, S * 4}});
+                      {p.slot_token, S * 4},
+                      {p.recv_side, N * a->side_bytes}});
   return launch(p, b, stream);
 }
 
@@ -83,29 +93,24 @@ ffi::Error redispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaini
   auto rank = find_rank(a->key);
   if (!rank) return rank.error();
   Buffers b("redispatch", args, rets);
-  const int64_t T = b.arg_dim(0, 0), K = a->num_topk, R = a->num_ranks, C = b.ret_dim(0, 0), S = b.arg_dim(5, 0);
+  const int64_t T = b.arg_dim(0, 0), K = a->num_topk, R = a->num_ranks, N = b.ret_dim(0, 0), S = b.arg_dim(6, 0);
   const int64_t L = a->num_experts / R;
-  const bool has_weights = T > 0 && b.arg_dim(1, 0) > 0;
-  DispatchParams p = base_params(*a, **rank, T, C, S);
-  p.x = b.arg<const char>(0, T * a->row_bytes);
-  p.weights = b.arg<const float>(1, has_weights ? T * K * 4 : 0);
-  p.topk_clean = b.arg<int32_t>(2, T * K * 4);
-  p.slot = b.arg<int32_t>(3, T * R * 4);
-  p.dst_row = b.arg<int32_t>(4, T * K * 4);
-  p.slot_meta = b.arg<int32_t>(5, S * K * 4);
-  p.slot_token = b.arg<int32_t>(6, S * 4);
-  p.recv_offsets = b.arg<int32_t>(7, (R + 1) * 4);
-  p.group_sizes = b.arg<int32_t>(8, L * 4);
-  p.counts = b.arg<int32_t>(9, L * 4);
-  p.recv_x = b.ret<char>(0, C * a->row_bytes);
-  p.recv_weights = b.ret<float>(1, has_weights ? scalars_bytes(*a, C) : 0);
-  p.outputs.add(p.recv_x, C * a->row_bytes);
-  if (p.recv_weights) p.outputs.add(p.recv_weights, scalars_bytes(*a, C));
-  p.call = make_call(**rank, *a, Op::kRedispatch, {T, C, has_weights},
-                     {{p.recv_x, C * a->row_bytes},
-                      {p.recv_weights, p.recv_weights ? scalars_bytes(*a, C) : 0},
-                      {},
-                      {}});
+  const bool has_weights = T > 0 && b.arg_dim(2, 0) > 0;
+  const int64_t weights_bytes = has_weights ? scalars_bytes(*a, N) : 0;
+  DispatchParams p = base_params(*a, **rank, b, S);
+  p.weights = b.arg<const float>(2, has_weights ? T * K * 4 : 0);
+  p.topk_clean = b.arg<int32_t>(3, T * K * 4);
+  p.slot = b.arg<int32_t>(4, T * R * 4);
+  p.dst_row = b.arg<int32_t>(5, T * K * 4);
+  p.slot_meta = b.arg<int32_t>(6, S * K * 4);
+  p.slot_token = b.arg<int32_t>(7, S * 4);
+  p.recv_offsets = b.arg<int32_t>(8, (R + 1) * 4);
+  p.group_sizes = b.arg<int32_t>(9, L * 4);
+  p.counts = b.arg<int32_t>(10, L * 4);
+  p.recv_weights = b.ret<float>(2, weights_bytes);
+  if (p.recv_weights) p.outputs.add(p.recv_weights, weights_bytes);
+  p.call = make_call(**rank, *a, Op::kRedispatch, {T, N, has_weights},
+                     {{p.recv_x, N * a->row_bytes}, {p.recv_weights, weights_bytes}, {}, {}, {p.recv_side, N * a->side_bytes}});
   return launch(p, b, stream);
 }
 

@@ -1,9 +1,11 @@
 // Combine, transport "peer": each source pulls, for each of its tokens, one row from every rank that worked on it
-// and sums them in rank order. In the expert layout a rank first sums its own rows of a token (in k order, rounded
-// to the payload's type), so that one row per token and rank crosses the link.
+// and sums them in rank order. Where a rank holds several rows of a token it first sums them (in k order, rounded to
+// the payload's type), so that one row per token and rank crosses the link; where it holds one, the source reads that
+// row of y itself.
 //
-// Grid: num_blocks blocks of 768 threads, one per SM, resident together on all ranks of a GPU; block 0 leads.
-//   1 reduce   expert layout: rows of a slot -> partial (an extra XLA result of this call)
+// Grid: num_blocks blocks of 512 threads, one per SM, resident together on all ranks of a GPU; block 0 leads.
+//   1 reduce   rows of a slot -> partial (an extra XLA result of this call); not in the token layout, unless it is
+//              to be quantised
 //   2 agree    leader announces where its rows lie and that they are ready; waits for all, claims
 //   3 push     rows of ranks whose buffers are out of reach, in rounds (staging.cuh); usually none
 //   4 pull     a warp takes a piece of a token's row from every rank that has it
@@ -11,180 +13,188 @@
 // Idea of pulling with bulk loads: Hybrid-EP; rounding tree: docs/concepts.md.
 #include "cuda/kernels/combine_peer.h"
 
+#include "cuda/kernels/combine_sum.cuh"
 #include "cuda/kernels/staging.cuh"
 
 namespace jax_ep {
 namespace {
 
-constexpr int kThreads = 768;
+constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kSharedBudget = 216 * 1024; // of 227 KiB that sm_90 gives a block
-constexpr int kPieceUnit = kWarpSize * 16; // one vector per lane
-constexpr int kMaxPiece = 4096;
-constexpr int kTargetWarps = 12;           // enough loads in flight to fill the link (docs/performance.md)
+constexpr int kReduceBatch = 2048;        // slots that a block looks through at a time
+constexpr int kItemsPerWarp = 4;          // with fewer tokens per warp their rows are cut into pieces
+constexpr int kPieceBytes = 48 * 1024;    // and larger sums, too: measured, see docs/performance.md
+constexpr int kSmallestPiece = 2048;
 
-// Dynamic shared memory, planned on the host.
+// Dynamic shared memory, planned on the host. Reduce and pull use the stages one after the other.
 struct Plan {
-  int table, bars, room, bytes;
-  int bulk_warps, piece_bytes, num_pieces, max_holders; // a warp stages piece_bytes from up to max_holders ranks
+  int table, bars, list, room, bytes;
+  GatherPlan reduce, pull;
 };
+
+bool has_partials(const CombineParams &p) { return p.layout != Layout::kToken || p.quantize == Quantize::kFp8Wire; }
 
 Plan make_plan(const CombineParams &p) {
   Plan plan{};
   int64_t at = 0;
   auto take = [&](int64_t bytes) { const int64_t here = at; at = round_up(at + bytes, 128); return int(here); };
-  plan.table = take(int64_t(p.call.num_ranks) * sizeof(PeerRows));
-  plan.bars = take(kWarps * sizeof(BulkBarrier));
+  plan.table = take(int64_t(p.call.num_ranks) * sizeof(PeerBuffers));
+  plan.bars = take(2 * kWarps * sizeof(BulkBarrier));
+  plan.list = take(has_partials(p) ? kReduceBatch * sizeof(uint16_t) : 0);
   plan.room = int(at);
-  plan.max_holders = p.call.num_ranks < p.call.num_topk ? p.call.num_ranks : p.call.num_topk;
-  int64_t piece = (kSharedBudget - at) / (kTargetWarps * plan.max_holders) / kPieceUnit * kPieceUnit;
-  piece = piece < kPieceUnit ? kPieceUnit : piece > kMaxPiece ? kMaxPiece : piece;
-  plan.num_pieces = int((p.call.row_bytes + piece - 1) / piece);
-  plan.piece_bytes = int(round_up((p.call.row_bytes + plan.num_pieces - 1) / plan.num_pieces, kPieceUnit));
-  plan.bulk_warps = kWarps;
-  if (p.use_bulk) {
-    const int64_t fit = (kSharedBudget - at) / (int64_t(plan.max_holders) * plan.piece_bytes);
-    if (fit < kWarps) plan.bulk_warps = int(fit);
-    at += int64_t(plan.bulk_warps) * plan.max_holders * plan.piece_bytes;
-  }
-  plan.bytes = int(at);
+  const int64_t room = kSharedBudget - at;
+  const bool is_wire = p.quantize == Quantize::kFp8Wire;
+  const int holders = p.call.num_ranks < p.call.num_topk ? p.call.num_ranks : p.call.num_topk;
+  // Pieces: one per kPieceBytes of all its rows, and enough for every warp to get a few.
+  auto pieces = [&](int64_t row_bytes, int64_t rows_per_sum) {
+    const int64_t likely = (rows_per_sum < GatherPlan::kLikelyRows ? rows_per_sum : GatherPlan::kLikelyRows) * row_bytes;
+    const int64_t few = int64_t(kItemsPerWarp) * kWarps * p.num_blocks / (p.num_tokens + 1), by_size = likely / kPieceBytes;
+    const int64_t wanted = 1 + (few > by_size ? few : by_size), most = row_bytes / kSmallestPiece;
+    return int(wanted < most ? wanted : most < 1 ? 1 : most);
+  };
+  plan.reduce = GatherPlan::make(p.y_bytes, kVectorUnit, p.layout == Layout::kToken ? 1 : p.call.num_topk,
+                                 pieces(p.y_bytes, p.call.num_topk), kWarps, room, p.use_bulk);
+  plan.pull = GatherPlan::make(p.call.row_bytes, is_wire ? WireRow::kGroupBytes : kVectorUnit, holders,
+                               pieces(p.call.row_bytes, holders), kWarps, room, p.use_bulk);
+  const int64_t reduce = plan.reduce.shared_bytes(), pull = plan.pull.shared_bytes();
+  plan.bytes = int(at + (has_partials(p) && reduce > pull ? reduce : pull));
   return plan;
 }
 
-// Expert layout: sum of a slot's rows in k order. A slot whose rows were all dropped gives 0.
-template <DType kType> __device__ void reduce_slots(const CombineParams &p) {
-  constexpr int kUnroll = 2, kLanes = Payload<kType>::kLanes;
-  const int lane = threadIdx.x % kWarpSize, num_topk = p.call.num_topk;
-  const int64_t warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarpSize;
-  const int num_slots = p.recv_offsets[p.call.num_ranks];
-  const int64_t row_bytes = p.call.row_bytes;
-  for (int64_t slot = warp; slot < num_slots; slot += int64_t(gridDim.x) * kWarps) {
-    const int row = lane < num_topk ? p.slot_meta[slot * num_topk + lane] : -1;
-    const float weight = row >= 0 && p.weights ? p.weights[row] : 1.f;
-    const unsigned rows = __ballot_sync(kFullWarp, row >= 0);
-    for (int64_t first = 0; first < row_bytes; first += kUnroll * kPieceUnit) {
-      const int64_t at = first + lane * 16;
-      float acc[kUnroll][kLanes] = {};
-      for (unsigned left = rows; left; left &= left - 1) {
-        const int k = __ffs(left) - 1;
-        const char *src = p.y + int64_t(__shfl_sync(kFullWarp, row, k)) * row_bytes + at;
-        const float w = __shfl_sync(kFullWarp, weight, k);
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i) {
-          if (at + i * kPieceUnit >= row_bytes) continue;
-          const int4 v = load_row(src + i * kPieceUnit);
-          if (p.weights) add_row<kType>(acc[i], v, w);
-          else add_row<kType>(acc[i], v);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kUnroll; ++i)
-        if (at + i * kPieceUnit < row_bytes)
-          *reinterpret_cast<int4 *>(p.partial + slot * row_bytes + at + i * kPieceUnit) = Payload<kType>::pack(acc[i]);
+// Sums the rows of this rank's slots that have at least `min_rows` of them into `partial`.
+template <DType kType, bool kBulk, bool kWire>
+__device__ void reduce_slots(const CombineParams &p, const Plan &plan, char *shared, int min_rows, unsigned &parity) {
+  constexpr int kUnroll = kBulk ? 1 : 2;
+  __shared__ int s_count;
+  uint16_t *list = reinterpret_cast<uint16_t *>(shared + plan.list);
+  BulkBarrier *bars = reinterpret_cast<BulkBarrier *>(shared + plan.bars);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_topk = p.call.num_topk;
+  const bool is_token_layout = p.layout == Layout::kToken;
+  const int64_t num_slots = p.recv_offsets[p.call.num_ranks];
+  const int end = int(num_slots * (blockIdx.x + 1) / gridDim.x);
+  for (int batch = int(num_slots * blockIdx.x / gridDim.x); batch < end; batch += kReduceBatch) {
+    if (threadIdx.x == 0) s_count = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < min(kReduceBatch, end - batch); i += kThreads) {
+      int rows = is_token_layout;
+      for (int k = 0; k < num_topk && !is_token_layout; ++k) rows += p.slot_meta[int64_t(batch + i) * num_topk + k] >= 0;
+      if (rows >= min_rows) list[atomicAdd(&s_count, 1)] = uint16_t(i); // in any order: sums do not depend on it
     }
+    __syncthreads();
+    auto ask = [&](int index) { // which row of y lane k adds
+      const int64_t slot = batch + list[index];
+      if (is_token_layout) return lane == 0 ? int(slot) : -1;
+      return lane < num_topk ? p.slot_meta[slot * num_topk + lane] : -1;
+    };
+    auto rows_of = [&](int, int row) {
+      const float weight = row >= 0 && p.weights ? p.weights[row] : 1.f;
+      const unsigned below = __ballot_sync(kFullWarp, row >= 0) & ((1u << lane) - 1);
+      return in_order(row >= 0, __popc(below), p.y + row * p.y_bytes, weight, p.weights != nullptr);
+    };
+    auto sum_into = [&](auto store) {
+      gather_sums<kBulk>(plan.reduce, {unsigned(warp), unsigned(plan.reduce.num_warps)}, s_count, shared + plan.room, bars, parity, ask,
+                         rows_of, [&](GatherStep s, auto fetch) {
+                           s.index = batch + list[s.index];
+                           store(s, fetch);
+                         });
+    };
+    if constexpr (kWire) sum_into(StoreWire<kType>{p.partial, p.call.row_bytes});
+    else sum_into(StorePartial<kType, kUnroll>{p.partial, p.call.row_bytes});
+    __syncthreads(); // the list is read no more
   }
 }
 
-// One token as seen by a warp: lane k, if it is its rank's first, holds where that rank's row lies.
+// Where a token's rows wait: lane k, if it is the first kept entry of its rank, holds that rank's row.
 struct Holders {
-  int expert, rank, row;
-  const char *src;  // null: no row from this lane
-  int order;        // position of `src` in rank order
-  unsigned lanes;   // lanes with a row
+  int expert, row;
 
-  __device__ Holders(const CombineParams &p, const PeerRows *peers, const Rounds &rounds, int round, int token,
-                     int lane) {
+  __device__ Holders() {}
+  __device__ Holders(const CombineParams &p, int64_t token, int lane) {
     const int num_topk = p.call.num_topk;
-    const int64_t at = int64_t(token) * num_topk + lane;
+    const int64_t at = token * num_topk + lane;
     expert = lane < num_topk ? p.topk_clean[at] : -1;
-    rank = expert >= 0 ? expert / p.num_local_experts : -1;
-    row = expert >= 0 ? p.dst_row[at] : -1;
+    row = lane < num_topk ? p.dst_row[at] : -1;
+  }
+
+  __device__ Rows rows(const CombineParams &p, const PeerBuffers *peers, const Rounds &rounds, int round, int64_t token,
+                       int lane, bool reads_singles) const {
+    const int rank = expert >= 0 && row >= 0 ? expert / p.num_local_experts : -1;
     const unsigned same = __match_any_sync(kFullWarp, rank >= 0 ? unsigned(rank) : 0x80000000u | lane);
     const bool is_first = rank >= 0 && (same & ((1u << lane) - 1)) == 0;
-    const int slot = is_first ? p.slot[int64_t(token) * p.call.num_ranks + rank] : -1;
-    src = nullptr;
-    if (slot >= 0)
-      src = peers[rank].rows ? peers[rank].rows + int64_t(slot) * p.call.row_bytes
-                             : rounds.record(p.call.arena, round, rank, token - round * rounds.tokens_per_round);
-    lanes = __ballot_sync(kFullWarp, src != nullptr);
-    order = 0;
-    for (unsigned left = lanes; left; left &= left - 1)
+    const char *src = nullptr;
+    float weight = 1.f;
+    bool is_scaled = false;
+    if (is_first) {
+      const PeerBuffers &peer = peers[rank];
+      if (!peer.is_reachable()) {
+        src = rounds.record(p.call.arena, round, rank, int(token - int64_t(round) * rounds.tokens_per_round));
+      } else if (reads_singles && __popc(same) == 1) {
+        src = peer.at[kSingles] + row * p.y_bytes;
+        is_scaled = p.weights != nullptr;
+        if (is_scaled) weight = __ldcs(peer.get<float>(kSingleWeights) + row);
+      } else {
+        const int64_t slot = p.layout == Layout::kToken ? row : p.slot[token * p.call.num_ranks + rank];
+        src = peer.at[kRows] + slot * p.call.row_bytes;
+      }
+    }
+    int order = 0;
+    for (unsigned left = __ballot_sync(kFullWarp, is_first); left; left &= left - 1)
       order += __shfl_sync(kFullWarp, rank, __ffs(left) - 1) < rank;
+    return in_order(is_first, order, src, weight, is_scaled);
   }
 };
 
 // Scalars of a token (cotangents of weights) come back one by one, unsummed.
-__device__ __forceinline__ void pull_scalars(const CombineParams &p, const PeerRows *peers, const Rounds &rounds,
-                                             int round, const Holders &from, int token, int lane) {
-  if (!p.out_scalars || lane >= p.call.num_topk) return;
-  float value = 0.f;
-  if (from.row >= 0) {
-    if (peers[from.rank].rows) {
-      const int64_t at = p.layout == Layout::kToken ? int64_t(from.row) * p.call.num_topk + lane : from.row;
-      value = __ldcs(peers[from.rank].scalars + at);
-    } else {
-      const char *record = rounds.record(p.call.arena, round, from.rank, token - round * rounds.tokens_per_round);
-      value = reinterpret_cast<const float *>(record + p.call.staging().scalars())[lane];
+__device__ __forceinline__ void pull_scalars(const CombineParams &p, const PeerBuffers *peers, const Rounds &rounds,
+                                             int round, TokenRange range) {
+  if (!p.out_scalars) return;
+  const int num_topk = p.call.num_topk;
+  const int64_t end = int64_t(range.end) * num_topk, step = int64_t(gridDim.x) * kThreads;
+  for (int64_t at = int64_t(range.begin) * num_topk + int64_t(blockIdx.x) * kThreads + threadIdx.x; at < end; at += step) {
+    const int64_t token = at / num_topk, k = at % num_topk;
+    const int expert = p.topk_clean[at], row = expert >= 0 ? p.dst_row[at] : -1, rank = expert / p.num_local_experts;
+    float value = 0.f;
+    if (row >= 0 && peers[rank].is_reachable()) {
+      value = __ldcs(peers[rank].get<float>(kScalars) + (p.layout == Layout::kToken ? int64_t(row) * num_topk + k : row));
+    } else if (row >= 0) {
+      const char *record =
+          rounds.record(p.call.arena, round, rank, int(token - int64_t(round) * rounds.tokens_per_round));
+      value = reinterpret_cast<const float *>(record + p.call.staging().scalars())[k];
     }
+    p.out_scalars[at] = value;
   }
-  p.out_scalars[int64_t(token) * p.call.num_topk + lane] = value;
 }
 
-template <DType kType>
-__device__ __forceinline__ void store_sum(const CombineParams &p, int64_t at, float *acc) {
-  if (p.bias) add_row<kType>(acc, load_row(p.bias + at));
-  store_row(p.out + at, Payload<kType>::pack(acc));
-}
-
-// Tokens [range) summed from wherever their rows are. Each warp takes one piece of one token at a time.
-template <DType kType, bool kBulk>
-__device__ void pull_tokens(const CombineParams &p, const Plan &plan, char *shared, const PeerRows *peers,
+// Tokens of `range` summed from wherever their rows are.
+template <DType kType, bool kBulk, bool kWire>
+__device__ __forceinline__ void pull_tokens(const CombineParams &p, const Plan &plan, char *shared, const PeerBuffers *peers,
                             const Rounds &rounds, int round, TokenRange range, unsigned &parity) {
-  constexpr int kLanes = Payload<kType>::kLanes;
+  constexpr int kUnroll = kBulk ? 1 : 2;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  if (warp >= plan.bulk_warps) return;
-  const int64_t items = int64_t(range.end - range.begin) * plan.num_pieces;
-  const int64_t row_bytes = p.call.row_bytes;
-  char *room = shared + plan.room + int64_t(warp) * plan.max_holders * plan.piece_bytes;
-  BulkBarrier *bar = reinterpret_cast<BulkBarrier *>(shared + plan.bars) + warp;
-  for (int64_t item = int64_t(blockIdx.x) * plan.bulk_warps + warp; item < items;
-       item += int64_t(gridDim.x) * plan.bulk_warps) {
-    const int token = range.begin + int(item / plan.num_pieces);
-    const int64_t first = item % plan.num_pieces * plan.piece_bytes;
-    const int64_t end = min(first + plan.piece_bytes, row_bytes);
-    const Holders from(p, peers, rounds, round, token, lane);
-    const int count = __popc(from.lanes);
-    const int64_t out_at = int64_t(token) * row_bytes;
-    if (first == 0) pull_scalars(p, peers, rounds, round, from, token, lane);
-    if constexpr (kBulk) {
-      if (lane == 0 && count) bulk_expect(bar, unsigned(count * (end - first)));
-      __syncwarp(); // bytes are expected before the first of them can arrive
-      if (from.src) bulk_load(room + from.order * plan.piece_bytes, from.src + first, unsigned(end - first), bar);
-      if (count) {
-        bulk_wait_loaded(bar, parity);
-        parity ^= 1;
-      }
-      for (int64_t at = lane * 16; at < end - first; at += kPieceUnit) {
-        float acc[kLanes] = {};
-        for (int i = 0; i < count; ++i)
-          add_row<kType>(acc, *reinterpret_cast<const int4 *>(room + i * plan.piece_bytes + at));
-        store_sum<kType>(p, out_at + first + at, acc);
-      }
-      __syncwarp();
-      bulk_fence(); // lanes have read the room before the copy engine refills it
-    } else {
-      for (int64_t at = first + lane * 16; at - lane * 16 < end; at += kPieceUnit) {
-        float acc[kLanes] = {};
-        for (int i = 0; i < count; ++i) {
-          const unsigned holder = __ballot_sync(kFullWarp, from.src != nullptr && from.order == i);
-          const char *src = reinterpret_cast<const char *>(__shfl_sync(
-              kFullWarp, reinterpret_cast<unsigned long long>(from.src), __ffs(holder) - 1));
-          if (at < end) add_row<kType>(acc, load_row(src + at));
-        }
-        if (at < end) store_sum<kType>(p, out_at + at, acc);
-      }
-    }
-  }
+  const bool reads_singles = !kWire && p.layout != Layout::kToken;
+  auto ask = [&](int index) { return Holders(p, range.begin + index, lane); };
+  auto rows_of = [&](int index, const Holders &holders) {
+    return holders.rows(p, peers, rounds, round, range.begin + index, lane, reads_singles);
+  };
+  auto sum_into = [&](auto store) {
+    gather_sums<kBulk>(plan.pull,
+                       {blockIdx.x * plan.pull.num_warps + warp, gridDim.x * plan.pull.num_warps},
+                       range.end - range.begin, shared + plan.room,
+                       reinterpret_cast<BulkBarrier *>(shared + plan.bars), parity, ask, rows_of,
+                       store);
+  };
+  if constexpr (kWire) sum_into(StoreOutOfWire<kType>{p.out, p.bias, p.y_bytes, range.begin});
+  else sum_into(StoreOut<kType, kUnroll>{p.out, p.bias, p.y_bytes, range.begin});
+  pull_scalars(p, peers, rounds, round, range);
+}
+
+// The same in a function of its own: inlined twice, the pull would not fit into registers.
+template <DType kType, bool kBulk, bool kWire>
+__device__ __noinline__ unsigned pull_round(const CombineParams &p, const Plan &plan, char *shared,
+                                            const PeerBuffers *peers, const Rounds &rounds, int round, unsigned parity) {
+  pull_tokens<kType, kBulk, kWire>(p, plan, shared, peers, rounds, round, rounds.tokens(round, p.num_tokens), parity);
+  return parity;
 }
 
 // Staged owner: pushes the rows (and scalars) of the sources' tokens of this round.
@@ -193,7 +203,7 @@ __device__ void push_slots(const CombineParams &p, const Rounds &rounds, int rou
   const int lane = threadIdx.x % kWarpSize, num_topk = call.num_topk;
   const bool is_token_layout = p.layout == Layout::kToken;
   const TokenRange tokens = rounds.tokens(round, p.num_tokens);
-  const char *rows = is_token_layout ? p.y : p.partial;
+  const char *rows = p.partial ? p.partial : p.y;
   const int64_t warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarpSize;
   for (int s = 0; s < call.num_ranks; ++s) {
     if (!call.is_staged_for(s, call.peers[s])) continue;
@@ -211,7 +221,7 @@ __device__ void push_slots(const CombineParams &p, const Rounds &rounds, int rou
   }
 }
 
-template <DType kType, bool kBulk>
+template <DType kType, bool kBulk, bool kWire>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_kernel(const __grid_constant__ CombineParams p, const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) char shared[];
@@ -220,11 +230,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
     return;
   }
-  PeerRows *peers = reinterpret_cast<PeerRows *>(shared + plan.table);
+  PeerBuffers *peers = reinterpret_cast<PeerBuffers *>(shared + plan.table);
+  if (kBulk && threadIdx.x < 2 * kWarps) bulk_init(reinterpret_cast<BulkBarrier *>(shared + plan.bars) + threadIdx.x);
+  bulk_fence(); // y was written through the generic proxy, by an earlier kernel
+  __syncthreads();
+  unsigned parity = 0;
+  auto pushes_to = [&](int r) { return p.call.is_staged_for(r, p.call.peers[r]); };
+  auto never = [](int) { return false; };
   bool ok = true;
   // 1 reduce
-  if (p.layout == Layout::kExpert) {
-    reduce_slots<kType>(p);
+  if (p.partial) {
+    // A slot's only row is read where it is, except by peers that cannot; dropped slots are 0 for those alone.
+    const bool has_all = kWire || any_staged(p.call, pushes_to, never);
+    reduce_slots<kType, kBulk, kWire>(p, plan, shared, has_all ? 0 : 2, parity);
     ok = session.grid_barrier(); // all partials written; the leader's announce publishes them
   }
   // 2 agree
@@ -234,23 +252,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   ok = ok && session.grid_barrier();
   if (ok) {
-    fill_peer_rows(p.call, session, peers);
-    if (kBulk && threadIdx.x < kWarps) bulk_init(reinterpret_cast<BulkBarrier *>(shared + plan.bars) + threadIdx.x);
+    fill_peer_buffers(p.call, session, peers);
     __syncthreads();
     bulk_fence(); // peers wrote their rows through the generic proxy; we acquired them and now bulk-load
-    unsigned parity = 0;
-    auto pushes_to = [&](int r) { return p.call.is_staged_for(r, p.call.peers[r]); };
     auto drains_from = [&](int r) { return session.announce_of(r)->is_staged != 0; };
     const Rounds rounds(p.call, p.num_tokens);
     if (any_staged(p.call, pushes_to, drains_from)) { // 3 push and 4 pull, round by round
       run_rounds(session, rounds, pushes_to, drains_from, [&](int round) { push_slots(p, rounds, round); },
                  [&](int round) {
                    bulk_fence(); // records of this round came through the generic proxy
-                   pull_tokens<kType, kBulk>(p, plan, shared, peers, rounds, round, rounds.tokens(round, p.num_tokens),
-                                             parity);
+                   parity = pull_round<kType, kBulk, kWire>(p, plan, shared, peers, rounds, round, parity);
                  });
     } else { // 4 pull
-      pull_tokens<kType, kBulk>(p, plan, shared, peers, rounds, 0, {0, p.num_tokens}, parity);
+      pull_tokens<kType, kBulk, kWire>(p, plan, shared, peers, rounds, 0, {0, p.num_tokens}, parity);
     }
   }
   // 5 leave
@@ -259,23 +273,28 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 using Kernel = void (*)(CombineParams, Plan);
-template <bool kBulk> Kernel kernel_of(DType type) {
+template <bool kBulk, bool kWire> Kernel kernel_of(DType type) {
   switch (type) {
-    case DType::kBF16: return combine_kernel<DType::kBF16, kBulk>;
-    case DType::kF16: return combine_kernel<DType::kF16, kBulk>;
-    case DType::kF32: return combine_kernel<DType::kF32, kBulk>;
+    case DType::kBF16: return combine_kernel<DType::kBF16, kBulk, kWire>;
+    case DType::kF16: return combine_kernel<DType::kF16, kBulk, kWire>;
+    case DType::kF32: return combine_kernel<DType::kF32, kBulk, kWire>;
+    case DType::kOpaque: break;
   }
   return nullptr;
 }
-Kernel kernel_for(DType type, bool use_bulk) { return use_bulk ? kernel_of<true>(type) : kernel_of<false>(type); }
+Kernel kernel_for(DType type, bool use_bulk, bool is_wire) {
+  if (is_wire) return use_bulk ? kernel_of<true, true>(type) : kernel_of<false, true>(type);
+  return use_bulk ? kernel_of<true, false>(type) : kernel_of<false, false>(type);
+}
 
 } // namespace
 
 cudaError_t launch_combine(CombineParams p, cudaStream_t stream) {
   if (p.num_blocks < 1 || p.num_blocks > kMaxBlocks) return cudaErrorInvalidConfiguration; // workspace size
   const Plan plan = make_plan(p);
-  const Kernel kernel = kernel_for(p.dtype, p.use_bulk);
-  if (!kernel || plan.bulk_warps < 1) return cudaErrorInvalidConfiguration;
+  const Kernel kernel = kernel_for(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
+  if (!kernel || plan.pull.num_warps < 1 || (has_partials(p) && plan.reduce.num_warps < 1))
+    return cudaErrorInvalidConfiguration;
   kernel<<<p.num_blocks, kThreads, plan.bytes, stream>>>(p, plan);
   return cudaGetLastError();
 }
@@ -285,10 +304,10 @@ cudaError_t load_combine_kernels() {
   cudaError_t e = cudaGetDevice(&device);
   if (!e) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   for (DType type : {DType::kBF16, DType::kF16, DType::kF32})
-    for (int bulk = 0; bulk <= (major >= 9); ++bulk)
-      if (!e) // also loads the kernel's machine code now instead of at its first launch
-        e = cudaFuncSetAttribute(kernel_for(type, bulk), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 bulk ? kSharedBudget : 96 * 1024);
+    for (int variant = 0; variant < 4; ++variant)
+      if (!e && (variant < 2 || major >= 9)) // also loads the kernel's machine code now instead of at its first launch
+        e = cudaFuncSetAttribute(kernel_for(type, variant / 2, variant % 2), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 variant / 2 ? kSharedBudget : 96 * 1024);
   return e;
 }
 

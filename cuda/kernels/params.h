@@ -23,14 +23,15 @@ struct CallParams {
   int32_t rank;
   int32_t num_ranks;
   int32_t num_topk;
-  int64_t row_bytes;
+  int64_t row_bytes;       // of a row as it crosses
+  int64_t side_bytes;      // of what travels beside it
   int32_t force_staged;    // 1: every other rank goes through staging (a test aid)
   int32_t is_direct;       // 1: all of `buffer` lie in the exported pool
 
   JAX_EP_HD bool is_staged_for(int peer, const Peer &p) const {
     return peer != rank && (force_staged || (!is_direct && !p.same_process));
   }
-  JAX_EP_HD StagingShape staging() const { return StagingShape{row_bytes, num_topk}; }
+  JAX_EP_HD StagingShape staging() const { return StagingShape{row_bytes, num_topk, side_bytes}; }
 };
 
 // Results of a call, for poisoning after a failure. Sizes become 0, everything else bytes of 0xff.

@@ -10,10 +10,9 @@
 
 #include "cuda/device/sync.cuh"
 #include "cuda/kernels/dispatch_peer.h"
+#include "cuda/kernels/staging.cuh"
 
 namespace jax_ep {
-
-struct TokenRange { int begin, end; };
 
 __device__ __forceinline__ TokenRange block_tokens(int num_tokens) {
   const int64_t n = num_tokens;
@@ -31,36 +30,40 @@ struct RouteShared {
   int32_t *positions; // [num_warps][E + R]: counts, then exclusive prefixes, then final bases
   int32_t *start;     // [E] first row of each expert's group on its rank
   int32_t *total;     // [E] rows of each expert from all ranks
+  int32_t *slots;     // [R] slots of each rank from all sources
   int32_t *invalid;   // [1]
   int num_warps;      // warps that route
 };
 
-// Entries of whole tokens side by side in a warp: lane = token * K + k.
+// Entries of whole tokens side by side in a warp: lane = token * K + k. `at` is the entry's place in [T, K].
 struct Entry {
   int token, k, expert, rank; // expert and rank -1: not routed
-  bool is_valid, is_first;    // first entry of its token for its rank
-  unsigned same_expert, same_rank_first;
+  int64_t at;
+  bool is_in_range, is_valid, is_first; // first entry of its token for its rank
 
-  __device__ Entry(const DispatchParams &p, const int32_t *ids, int first_token, int end, int lane) {
-    const int num_topk = p.call.num_topk, per_warp = kWarpSize / num_topk;
-    token = first_token + lane / num_topk, k = lane % num_topk;
-    const bool is_active = lane < per_warp * num_topk && token < end;
-    raw = is_active ? ids[int64_t(token) * num_topk + k] : -1;
-    is_valid = raw >= 0 && raw < p.num_experts;
-    expert = is_valid ? raw : -1;
-    rank = is_valid ? raw / p.num_local_experts : -1;
-    is_in_range = is_active;
-    const unsigned below = (1u << lane) - 1;
-    // Lanes without an entry get a key of their own (the sign bit keeps it apart from ids).
-    const unsigned alone = 0x80000000u | lane;
-    same_expert = __match_any_sync(kFullWarp, is_valid ? unsigned(expert) : alone);
-    const unsigned same_token_rank =
-        __match_any_sync(kFullWarp, is_valid ? unsigned(lane / num_topk) << 16 | unsigned(rank) : alone);
-    is_first = is_valid && (same_token_rank & below) == 0;
-    same_rank_first = __match_any_sync(kFullWarp, is_first ? unsigned(rank) : alone);
+  // The id that a lane looks at; asked for before it is needed, so that loads overlap.
+  __device__ static int id(const DispatchParams &p, const int32_t *ids, int first_token, int end, int lane) {
+    const int token = first_token + lane / p.call.num_topk;
+    const bool is_active = lane < kWarpSize / p.call.num_topk * p.call.num_topk && token < end;
+    return is_active ? ids[int64_t(token) * p.call.num_topk + lane % p.call.num_topk] : -1;
   }
-  int raw;
-  bool is_in_range;
+
+  __device__ Entry(const DispatchParams &p, int id, int first_token, int end, int lane) {
+    const int num_topk = p.call.num_topk;
+    token = first_token + lane / num_topk, k = lane % num_topk;
+    at = int64_t(token) * num_topk + k;
+    is_in_range = lane < kWarpSize / num_topk * num_topk && token < end;
+    is_valid = id >= 0 && id < p.num_experts;
+    expert = is_valid ? id : -1;
+    rank = is_valid ? id / p.num_local_experts : -1;
+    const unsigned same_token_rank = same(lane / num_topk << 16 | rank, is_valid, lane); // by all lanes
+    is_first = is_valid && (same_token_rank & ((1u << lane) - 1)) == 0;
+  }
+
+  // Lanes with the same key; lanes without one are alone (the sign bit keeps them apart).
+  __device__ static unsigned same(int key, bool has_key, int lane) {
+    return __match_any_sync(kFullWarp, has_key ? unsigned(key) : 0x80000000u | lane);
+  }
 };
 
 // Counts this block's tokens; leaves positions inside the warp's chunk in dst_row and slot.
@@ -79,22 +82,27 @@ __device__ __forceinline__ void count_tokens(const DispatchParams &p, const Sess
     int32_t *count = sh.positions + warp * columns;
     const unsigned below = (1u << lane) - 1;
     int num_invalid = 0;
-    for (int t = mine.begin; t < mine.end; t += kWarpSize / num_topk) {
-      const Entry e(p, p.topk_idx, t, mine.end, lane);
-      num_invalid += __popc(__ballot_sync(kFullWarp, e.is_in_range && !e.is_valid && e.raw != -1));
+    const int step = kWarpSize / num_topk;
+    int id = Entry::id(p, p.topk_idx, mine.begin, mine.end, lane);
+    for (int t = mine.begin; t < mine.end; t += step) {
+      const int coming = Entry::id(p, p.topk_idx, t + step, mine.end, lane);
+      const Entry e(p, id, t, mine.end, lane);
+      const unsigned same_expert = Entry::same(e.expert, e.is_valid, lane);
+      const unsigned same_rank = Entry::same(e.rank, e.is_first, lane); // first entries only
+      num_invalid += __popc(__ballot_sync(kFullWarp, e.is_in_range && !e.is_valid && id != -1));
       int row = -1, slot = -1;
-      if (e.is_valid) row = count[e.expert] + __popc(e.same_expert & below);
-      if (e.is_first) slot = count[p.num_experts + e.rank] + __popc(e.same_rank_first & below);
+      if (e.is_valid) row = count[e.expert] + __popc(same_expert & below);
+      if (e.is_first) slot = count[p.num_experts + e.rank] + __popc(same_rank & below);
       __syncwarp(); // all lanes have read the counts
-      if (e.is_valid && (e.same_expert & below) == 0) count[e.expert] += __popc(e.same_expert);
-      if (e.is_first && (e.same_rank_first & below) == 0) count[p.num_experts + e.rank] += __popc(e.same_rank_first);
+      if (e.is_valid && (same_expert & below) == 0) count[e.expert] += __popc(same_expert);
+      if (e.is_first && (same_rank & below) == 0) count[p.num_experts + e.rank] += __popc(same_rank);
       __syncwarp(); // and the next step sees them advanced
       if (e.is_in_range) {
-        const int64_t at = int64_t(e.token) * num_topk + e.k;
-        p.topk_clean[at] = e.expert;
-        p.dst_row[at] = row;
+        p.topk_clean[e.at] = e.expert;
+        p.dst_row[e.at] = row;
         if (e.is_first) p.slot[int64_t(e.token) * num_ranks + e.rank] = slot;
       }
+      id = coming;
     }
     if (lane == 0 && num_invalid) atomicAdd(sh.invalid, num_invalid);
   }
@@ -112,27 +120,48 @@ __device__ __forceinline__ void count_tokens(const DispatchParams &p, const Sess
   if (threadIdx.x == 0) out[columns] = *sh.invalid;
 }
 
-// Leader block, after a grid barrier: this rank's totals, to be announced. Written over `total`/`start`'s room.
-__device__ __forceinline__ void sum_blocks(const Session &session, int columns, int32_t *sums) {
-  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-    int32_t sum = 0;
-    for (int b = 0; b < int(gridDim.x); ++b) sum += session.workspace(b)[c];
-    sums[c] = sum;
+// Sum of `value(i)`, i < n, with several loads under way at a time.
+template <class Value> __device__ __forceinline__ int32_t sum_of(int n, Value value) {
+  int32_t sum = 0, i = 0;
+  for (; i + 8 <= n; i += 8) {
+    int32_t v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = value(i + j);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += v[j];
   }
+  int32_t v[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] = i + j < n ? value(i + j) : 0;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) sum += v[j];
+  return sum;
+}
+
+// Leader block, after a grid barrier: this rank's totals, to be announced, and its invalid ids behind them. Written
+// over `total`/`start`'s room.
+__device__ __forceinline__ void sum_blocks(const Session &session, int columns, int32_t *sums) {
+  for (int c = threadIdx.x; c <= columns; c += blockDim.x)
+    sums[c] = sum_of(gridDim.x, [&](int b) { return session.workspace(b)[c]; });
   __syncthreads();
+}
+
+// First row of the window in the numbering of all rows (batched: of each expert's rows; token layout: of slots).
+__device__ __forceinline__ int64_t window_start(const DispatchParams &p) {
+  return p.window ? int64_t(max(*p.window, 0)) * p.capacity : 0;
 }
 
 // After agree() and a grid barrier: every block turns the announced counts into bases for its own chunk.
 __device__ __forceinline__ void place_groups(const DispatchParams &p, const Session &session, RouteShared sh) {
   const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
-  for (int c = threadIdx.x; c < p.num_experts; c += blockDim.x) {
-    int32_t total = 0;
-    for (int s = 0; s < num_ranks; ++s) total += session.counts_of(s)[c];
-    sh.total[c] = total;
+  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
+    const int32_t total = sum_of(num_ranks, [&](int s) { return session.counts_of(s)[c]; });
+    if (c < p.num_experts) sh.total[c] = total;
+    else sh.slots[c - p.num_experts] = total;
   }
   __syncthreads();
-  // Groups of one rank follow each other, each padded to the alignment: one warp scans one rank.
+  // Groups of one rank follow each other, each padded to the alignment: one warp scans one rank. Batched: each begins at 0.
   for (int d = warp; d < num_ranks; d += num_warps) {
     using Scan = cub::WarpScan<int32_t>;
     __shared__ typename Scan::TempStorage storage[kWarpSize];
@@ -143,47 +172,56 @@ __device__ __forceinline__ void place_groups(const DispatchParams &p, const Sess
       const int32_t padded = is_expert ? int32_t(round_up(sh.total[e], p.alignment)) : 0;
       int32_t offset, sum;
       Scan(storage[warp]).ExclusiveSum(padded, offset, sum);
-      if (is_expert) sh.start[e] = running + offset;
+      if (is_expert) sh.start[e] = p.layout == Layout::kBatched ? 0 : running + offset;
       running += sum;
     }
   }
   __syncthreads();
   for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-    int32_t base = c < p.num_experts ? sh.start[c] : 0;
-    for (int s = 0; s < p.call.rank; ++s) base += session.counts_of(s)[c];
-    for (int b = 0; b < int(blockIdx.x); ++b) base += session.workspace(b)[c];
+    const int32_t base = (c < p.num_experts ? sh.start[c] : 0) +
+                         sum_of(p.call.rank, [&](int s) { return session.counts_of(s)[c]; }) +
+                         sum_of(blockIdx.x, [&](int b) { return session.workspace(b)[c]; });
     for (int w = 0; w < sh.num_warps; ++w) sh.positions[w * columns + c] += base;
   }
   __syncthreads();
 }
 
-// Positions inside the chunk -> final rows and slots; beyond the capacity -1.
+// Positions inside the chunk -> final rows and slots; outside the window -1.
 __device__ __forceinline__ void place_tokens(const DispatchParams &p, RouteShared sh) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks, num_topk = p.call.num_topk;
   if (warp < sh.num_warps) {
     const TokenRange mine = warp_tokens(block_tokens(p.num_tokens), warp, sh.num_warps);
     const int32_t *base = sh.positions + warp * columns;
-    const bool is_token_layout = p.layout == Layout::kToken;
-    for (int t = mine.begin; t < mine.end; t += kWarpSize / num_topk) {
-      const Entry e(p, p.topk_clean, t, mine.end, lane);
-      const int64_t slot_at = e.is_valid ? int64_t(e.token) * num_ranks + e.rank : 0;
-      int slot = -1;
+    const bool is_token_layout = p.is_token_layout();
+    const int64_t first = window_start(p);
+    auto in_window = [&](int64_t row) { return row >= first && row < first + p.capacity ? int(row - first) : -1; };
+    // Ids are read two steps ahead, what count_tokens left for them one step ahead.
+    struct Places { int row, slot; };
+    const int step = kWarpSize / num_topk;
+    auto places_of = [&](const Entry &e) {
+      Places at{0, 0};
+      if (e.is_valid) at.slot = p.slot[int64_t(e.token) * num_ranks + e.rank];
+      if (e.is_valid && !is_token_layout) at.row = p.dst_row[e.at];
+      return at;
+    };
+    Entry e(p, Entry::id(p, p.topk_clean, mine.begin, mine.end, lane), mine.begin, mine.end, lane);
+    int id = Entry::id(p, p.topk_clean, mine.begin + step, mine.end, lane);
+    Places at = places_of(e);
+    for (int t = mine.begin; t < mine.end; t += step) {
+      const Entry next(p, id, t + step, mine.end, lane);
+      id = Entry::id(p, p.topk_clean, t + 2 * step, mine.end, lane);
+      const Places next_at = places_of(next);
+      __syncwarp(); // all entries of the token have read its slot (one step ago) before the first one rewrites it
       if (e.is_valid) {
-        slot = p.slot[slot_at] + base[p.num_experts + e.rank];
-        if (is_token_layout && slot >= p.capacity) slot = -1;
+        int slot = at.slot + base[p.num_experts + e.rank], row = at.row + base[e.expert];
+        if (is_token_layout) row = slot = in_window(slot);
+        else row = in_window(row);
+        if (row >= 0 && p.layout == Layout::kBatched) row += e.expert % p.num_local_experts * p.capacity;
+        p.dst_row[e.at] = row;
+        if (e.is_first) p.slot[int64_t(e.token) * num_ranks + e.rank] = slot;
       }
-      __syncwarp(); // all entries of a token have read its slot before the first one rewrites it
-      if (e.is_first) p.slot[slot_at] = slot;
-      if (e.is_valid) {
-        const int64_t at = int64_t(e.token) * num_topk + e.k;
-        int row = slot;
-        if (!is_token_layout) {
-          row = p.dst_row[at] + base[e.expert];
-          if (row >= p.capacity) row = -1;
-        }
-        p.dst_row[at] = row;
-      }
+      e = next, at = next_at;
     }
   }
   __syncthreads();

@@ -9,27 +9,26 @@
 #pragma once
 
 #include "cuda/device/sync.cuh"
-#include "cuda/kernels/route.cuh"
 
 namespace jax_ep {
 
-// Where one peer's announced buffers lie for this device; rows null: staged, not reachable.
-struct PeerRows {
-  char *rows;
-  float *scalars;
-  int32_t *meta, *tokens;
+// Where one peer's announced buffers lie for this device; without rows: staged, not reachable.
+struct PeerBuffers {
+  char *at[kNumBuffers];
+  __device__ bool is_reachable() const { return at[kRows] != nullptr; }
+  template <class T> __device__ T *get(Buffer b) const { return reinterpret_cast<T *>(at[b]); }
 };
 
-__device__ __forceinline__ void fill_peer_rows(const CallParams &call, const Session &session, PeerRows *table) {
-  for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) {
+__device__ __forceinline__ void fill_peer_buffers(const CallParams &call, const Session &session, PeerBuffers *table) {
+  for (int i = threadIdx.x; i < call.num_ranks * kNumBuffers; i += blockDim.x) {
+    const int p = i / kNumBuffers, b = i % kNumBuffers;
     const Announce *a = session.announce_of(p);
     char *base = call.peers[p].same_process ? nullptr : call.peers[p].pool;
-    auto at = [&](Buffer b) { return base + a->buffer[b]; };
-    table[p] = a->is_staged ? PeerRows{}
-                            : PeerRows{at(kRows), reinterpret_cast<float *>(at(kScalars)),
-                                       reinterpret_cast<int32_t *>(at(kMeta)), reinterpret_cast<int32_t *>(at(kTokens))};
+    table[p].at[b] = a->is_staged ? nullptr : base + a->buffer[b];
   }
 }
+
+struct TokenRange { int begin, end; };
 
 struct Rounds {
   const CallParams &call;
@@ -114,69 +113,6 @@ __device__ bool any_staged(const CallParams &call, PushesTo pushes_to, DrainsFro
   bool any = false;
   for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) any |= pushes_to(p) || drains_from(p);
   return __syncthreads_or(any);
-}
-
-// Dispatch: the source pushes each token of the round, with its rows' places, to every staged receiver.
-template <bool kRoute> __device__ void stage_dispatch(const DispatchParams &p, Session &session) {
-  const CallParams &call = p.call;
-  const int lane = threadIdx.x % kWarpSize, num_topk = call.num_topk, num_ranks = call.num_ranks;
-  const int64_t warp = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kWarpSize;
-  const int64_t num_warps = int64_t(gridDim.x) * blockDim.x / kWarpSize;
-  const StagingShape shape = call.staging();
-  const bool is_token_layout = p.layout == Layout::kToken;
-  auto pushes_to = [&](int r) { return session.announce_of(r)->is_staged != 0; };
-  auto drains_from = [&](int r) { return call.is_staged_for(r, call.peers[r]); };
-  if (!any_staged(call, pushes_to, drains_from)) return;
-  const Rounds rounds(call, p.num_tokens);
-
-  auto push = [&](int round) {
-    const TokenRange tokens = rounds.tokens(round, p.num_tokens);
-    const int64_t size = tokens.end - tokens.begin;
-    for (int64_t i = warp; i < size * num_ranks; i += num_warps) {
-      const int index = int(i % size), rank = int(i / size), token = tokens.begin + index;
-      if (!pushes_to(rank)) continue;
-      char *record = rounds.record(call.peers[rank].arena, round, call.rank, index);
-      const int slot = p.slot[int64_t(token) * num_ranks + rank];
-      if (lane == 0) *reinterpret_cast<int32_t *>(record + shape.slot()) = slot;
-      if (slot < 0) continue;
-      if (lane < num_topk) {
-        const int64_t at = int64_t(token) * num_topk + lane;
-        const int expert = p.topk_clean[at];
-        const bool is_here = expert >= 0 && expert / p.num_local_experts == rank;
-        const int meta = is_token_layout ? expert - rank * p.num_local_experts : p.dst_row[at];
-        reinterpret_cast<int32_t *>(record + shape.meta())[lane] = is_here ? meta : -1;
-        reinterpret_cast<float *>(record + shape.scalars())[lane] = is_here && p.recv_weights ? p.weights[at] : 0.f;
-      }
-      warp_copy(record, p.x + int64_t(token) * call.row_bytes, call.row_bytes, lane);
-    }
-  };
-  auto drain = [&](int round) {
-    const TokenRange tokens = rounds.tokens(round, p.num_tokens);
-    const int64_t size = tokens.end - tokens.begin;
-    for (int64_t i = warp; i < size * num_ranks; i += num_warps) {
-      const int index = int(i % size), rank = int(i / size);
-      if (!drains_from(rank)) continue;
-      const char *record = rounds.record(call.arena, round, rank, index);
-      const int slot = *reinterpret_cast<const int32_t *>(record + shape.slot());
-      if (slot < 0) continue;
-      const int meta = lane < num_topk ? reinterpret_cast<const int32_t *>(record + shape.meta())[lane] : -1;
-      const float weight = lane < num_topk ? reinterpret_cast<const float *>(record + shape.scalars())[lane] : 0.f;
-      if (lane < num_topk) {
-        const int64_t at = int64_t(slot) * num_topk + lane;
-        if (kRoute) p.slot_meta[at] = meta;
-        if (p.recv_weights && is_token_layout) p.recv_weights[at] = weight;
-        if (p.recv_weights && !is_token_layout && meta >= 0) p.recv_weights[meta] = weight;
-      }
-      if (kRoute && lane == 0) p.slot_token[slot] = tokens.begin + index;
-      // Token layout: one row, at the slot. Expert layout: one row per k that stays here.
-      unsigned todo = is_token_layout ? 1u : __ballot_sync(kFullWarp, meta >= 0);
-      for (; todo; todo &= todo - 1) {
-        const int row = is_token_layout ? slot : __shfl_sync(kFullWarp, meta, __ffs(todo) - 1);
-        warp_copy(p.recv_x + int64_t(row) * call.row_bytes, record, call.row_bytes, lane);
-      }
-    }
-  };
-  run_rounds(session, rounds, pushes_to, drains_from, push, drain);
 }
 
 } // namespace jax_ep

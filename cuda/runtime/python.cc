@@ -83,6 +83,7 @@ nb::dict stats() {
   d["calls"] = s.calls;
   d["direct_calls"] = s.calls - s.staged_calls;
   d["staged_calls"] = s.staged_calls;
+  d["vector_calls"] = s.vector_calls;
   d["dispatch_entered_ns"] = s.dispatch_entered_ns;
   d["attached"] = num_attached().load();
   d["setup_ms"] = setup_ms;

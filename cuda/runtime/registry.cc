@@ -14,15 +14,17 @@ constexpr int kDefaultNumSms = 24; // enough to fill NVLink; the rest of the GPU
 struct RankContext::Counters {
   std::atomic<int64_t> calls{0};
   std::atomic<int64_t> staged{0};
+  std::atomic<int64_t> vector{0};
   std::atomic<int64_t> entered_ns{0}; // steady clock, when the last routing dispatch was launched
 };
 
-int64_t RankContext::count_call(bool is_staged, bool is_routing) const {
+int64_t RankContext::count_call(bool is_staged, bool is_vector, bool is_routing) const {
   if (is_routing) {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     counters->entered_ns.store(std::chrono::nanoseconds(now).count(), std::memory_order_relaxed);
   }
   if (is_staged) counters->staged.fetch_add(1, std::memory_order_relaxed);
+  if (is_vector) counters->vector.fetch_add(1, std::memory_order_relaxed);
   return counters->calls.fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -255,6 +257,7 @@ Stats Registry::stats() {
       for (const auto &[device, context] : bound.contexts) {
         s.calls += context->counters->calls.load(std::memory_order_relaxed);
         s.staged_calls += context->counters->staged.load(std::memory_order_relaxed);
+        s.vector_calls += context->counters->vector.load(std::memory_order_relaxed);
         s.dispatch_entered_ns = std::max(s.dispatch_entered_ns, context->counters->entered_ns.load());
       }
     }

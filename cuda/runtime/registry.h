@@ -49,8 +49,8 @@ struct RankContext {
   std::vector<uint8_t> same_process; // host copy, [num_ranks]
   const Pool *pool = nullptr;       // own XLA pool; pool->base null when not registered
   FailureRecord *failure = nullptr; // pinned host memory, also readable/writable by the device at this address
-  struct Counters;                  // calls, staged calls (atomics, defined in registry.cc)
-  int64_t count_call(bool is_staged, bool is_routing) const; // returns calls before this one
+  struct Counters;                  // calls, staged calls, calls without bulk copies (atomics, defined in registry.cc)
+  int64_t count_call(bool is_staged, bool is_vector, bool is_routing) const; // returns calls before this one
   std::shared_ptr<Counters> counters;
 };
 
@@ -70,7 +70,7 @@ struct BindSpec {
 };
 
 struct Stats {
-  int64_t groups = 0, arenas = 0, symmetric_bytes = 0, calls = 0, staged_calls = 0;
+  int64_t groups = 0, arenas = 0, symmetric_bytes = 0, calls = 0, staged_calls = 0, vector_calls = 0;
   int64_t peers_mapped = 0, pools_mapped = 0, pools_registered = 0;
   int64_t dispatch_entered_ns = 0; // steady clock: the last launch of a dispatch that routes
 };
