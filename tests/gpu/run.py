@@ -46,13 +46,16 @@ def stages(cache: str) -> list[Stage]:
     # with this flag ours do not (docs/sharp_bits.md).
     alone = {"XLA_FLAGS": "--xla_gpu_shard_autotuning=false"}
     # One rank count runs every case; the others run every routing, and the cases that depend on the rank count.
-    some = ("-k", "routings or OtherWays or recorded")
+    some = ("-k", "routings or OtherWays or recorded or vector")
     plan = [Stage("loopback", None, 150, ("test_loopback.py",), VIRTUAL)]
     plan += [Stage("loopback fuzz", None, 120, ("test_fuzz_loopback.py",), VIRTUAL)]
     plan += [Stage("quantiser", None, 90, ("test_quantize_device.py",))]
     plan += [Stage("R=1", 1, 60, (exchange, programs, "-k", "routings or direct or 1000_are or recorded"))]
     plan += [Stage(f"R={r}", r, 90, (exchange, *some)) for r in (2, 3)]
     plan += [Stage("R=4 all cases", 4, 200, (exchange,)), Stage("R=8", 8, 120, (exchange, *some))]
+    # What GPUs older than sm_90 do, forced.
+    vector = (exchange, "--copies", "vector")
+    plan += [Stage("R=4 vector", 4, 200, vector), Stage("R=2 vector", 2, 90, (*vector, *some))]
     plan += [Stage("R=2 programs", 2, 90, (programs,), alone), Stage("R=4 programs", 4, 150, (programs,), alone)]
     plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000"), alone)]
     plan += [Stage("R=8 training", 8, 120, ("test_training_processes.py",))]

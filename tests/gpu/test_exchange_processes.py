@@ -33,6 +33,7 @@ class _Processes(ExchangeCases):
     @pytest.fixture(autouse=True)
     def _implementation(self, request):
         self.implementation = request.config.getoption("--implementation")
+        self.config = dataclasses.replace(self.config, copies=request.config.getoption("--copies"))
 
     def run(self, sizes, topk_idx, seed=0):
         if sizes.num_ranks > jax.device_count():
@@ -55,7 +56,7 @@ class TestExchange(_Processes):
     """The default: straight into the peers' buffers where that is safe."""
 
 
-@pytest.mark.parametrize("layout", ["expert", "token"])
+@pytest.mark.parametrize("layout", ["expert", "token", "batched"])
 class TestOtherWays:
     """The same exchange on other paths; one program per layout, several routings."""
 
@@ -68,7 +69,8 @@ class TestOtherWays:
             cases.run(sizes, cases.routing(kind, sizes))
 
     def test_staged(self, request, layout):
-        staged = dataclasses.replace(ranks.CONFIG, staging="always", staging_bytes=16 << 10)
+        copies = request.config.getoption("--copies")
+        staged = dataclasses.replace(ranks.CONFIG, staging="always", staging_bytes=16 << 10, copies=copies)
         before = jax_ep.debug.stats()["staged_calls"]
         self._run(request, layout, request.config.getoption("--implementation"), staged)
         if jax.device_count() > 1 and request.config.getoption("--implementation") == "cuda":
@@ -84,3 +86,10 @@ class TestOtherWays:
 
 def test_no_failure_was_recorded():
     jax_ep.check()
+
+
+def test_vector_copies_were_used_if_asked_for(request):
+    """After all others: --copies vector is the path of GPUs older than compute capability 9.0."""
+    stats = jax_ep.debug.stats()
+    asked = request.config.getoption("--copies") == "vector"
+    assert (stats["vector_calls"] > 0) == (asked and stats["calls"] > 0)

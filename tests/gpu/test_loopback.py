@@ -1,8 +1,9 @@
 """Kernels without XLA: R ranks on R streams of one process, against the reference on virtual CPU devices.
 
 Every output is poisoned before every call; bytes are compared, so a row that nobody wrote is found. Covers direct
-and staged moves, both layouts, all payload types, bulk and vector copies, drops, alignment, -1 and invalid ids,
-duplicates, empty ranks, handle reuse, bias, weights and their cotangents, delays, repeated calls, time-outs.
+and staged moves, all layouts and payload types, bulk and vector copies, drops, windows, alignment, -1 and invalid ids,
+duplicates, empty ranks, handle reuse, side arrays, FP8 in dispatch and combine, bias, weights and their cotangents,
+delays, repeated calls, time-outs.
 Run it alone: `JAX_PLATFORMS=cpu pytest --device gpu tests/gpu/test_loopback.py` with VIRTUAL of run.py; sanitize.py
 runs some of it under compute-sanitizer.
 """
@@ -11,6 +12,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -18,12 +20,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep.layout import Spec
+from jax_ep.primitives import combine_p, dispatch_p, redispatch_p
+from jax_ep.quantize import to_fp8
 
 cuda = pytest.importorskip("jax_ep._cuda", reason="needs the CUDA extension")
 pytestmark = pytest.mark.skipif(cuda.num_devices() == 0, reason="needs a CUDA device")
 
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 CODES = {"bf16": 0, "f16": 1, "f32": 2}
+LAYOUTS = {"expert": 0, "token": 1, "batched": 2}
+QUANTIZE = {None: 0, "fp8": 1, "fp8_ue8m0": 2, "fp8_wire": 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +51,26 @@ class Case:
     staged: bool = False
     sms: int = 4
     staging_bytes: int = 1 << 14
+    window: int = -1
+    side: int = 0  # bytes that travel beside a row
+    quantize: str | None = None  # of dispatch
+    wire: str | None = None  # of combine
 
     @property
     def rows(self):
+        """Capacity; in the batched layout that of one expert."""
         if self.capacity is not None:
             return self.capacity
-        if self.layout == "token":
+        if self.layout in ("token", "batched"):
             return self.ranks * self.tokens
         wanted = self.ranks * self.tokens * self.topk + self.experts // self.ranks * (self.alignment - 1)
         return -(-wanted // self.alignment) * self.alignment
+
+    @property
+    def spec(self):
+        return Spec(
+            ("ep",), self.ranks, self.experts, self.layout, self.rows, self.alignment, True, "xla", jax_ep.Config()
+        )
 
 
 def route(case: Case, seed: int) -> np.ndarray:
@@ -79,30 +97,33 @@ def reference(case: Case):
     """Jitted reference of everything that a case computes, [R, ...] in and out."""
     mesh = Mesh(np.array(jax.devices("cpu")[: case.ranks]), ("ep",))
 
-    def run(x, ids, weights, x2, y, y_weights, scalars, bias):
-        recv = jax_ep.dispatch(
-            x[0], ids[0], weights[0] if case.weights else None, num_experts=case.experts, axis_name="ep",
-            layout=case.layout, capacity=case.rows, expert_alignment=case.alignment, implementation="xla",
-        )  # fmt: skip
-        h = recv.handle
-        second = jax_ep.dispatch(x2[0], handle=h)
-        use = case.weights and case.layout == "expert"
-        out = jax_ep.combine(y[0], h, weights=y_weights[0] if use else None, bias=bias[0] if case.bias else None)
+    spec = case.spec
 
-        def of_weights(w):
-            return jax_ep.dispatch(
-                x[0], ids[0], w, num_experts=case.experts, axis_name="ep", layout=case.layout,
-                capacity=case.rows, expert_alignment=case.alignment, implementation="xla",
-            ).weights  # fmt: skip
+    def moved(x, side):
+        return to_fp8(x, case.quantize) if case.quantize else (x, side)
 
-        results = dict(
-            recv_x=recv.x, recv_weights=recv.weights, slot_meta=h.slot_meta, slot_token=h.slot_token,
-            group_sizes=h.group_sizes, counts=h.counts, stats=h.stats, topk_clean=h.topk_idx, slot=h.slot,
-            dst_row=h.dst_row, recv_offsets=h.recv_offsets, second=second.x, out=out,
-        )  # fmt: skip
-        if case.weights:
-            (results["out_scalars"],) = jax.vjp(of_weights, weights[0])[1](scalars[0])
-        return {k: v[None] for k, v in results.items() if v is not None}
+    def run(x, ids, weights, x2, y, y_weights, scalars, bias, side):
+        x, ids, weights, x2, y, y_weights, scalars, bias, side = (
+            a[0] for a in (x, ids, weights, x2, y, y_weights, scalars, bias, side)
+        )
+        is_token, hidden = case.layout == "token", case.hidden
+        weights = weights if case.weights else weights[:0]
+        window = jnp.full(1, case.window, jnp.int32)
+        got = dispatch_p.bind(*moved(x, side), ids, weights, window, spec=spec, quantize=None)
+        results = dict(zip(RESULTS, got, strict=True))
+        handle = [
+            results[n] for n in "topk_clean slot dst_row slot_meta slot_token recv_offsets group_sizes counts".split()
+        ]
+        results["second"] = redispatch_p.bind(*moved(x2, side), weights, *handle, spec=spec, quantize=None)[0]
+        factors = y_weights if case.weights and not is_token else y_weights[:0]
+        no_scalars = jnp.zeros((0, case.topk) if is_token else 0, jnp.float32)
+        addend = bias if case.bias else jnp.zeros((0, hidden), bias.dtype)
+        results["out"], results["out_scalars"] = combine_p.bind(
+            y, factors, scalars if case.weights else no_scalars, addend, *handle, spec=spec, quantize=case.wire
+        )
+        if not case.weights:
+            del results["recv_weights"], results["out_scalars"]
+        return {k: v[None] for k, v in results.items() if v.size or k == "recv_x"}
 
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
 
@@ -111,15 +132,17 @@ def make(case: Case, timeout_s: float = 20.0):
     return cuda.Loopback(
         num_ranks=case.ranks, num_tokens=case.tokens, num_topk=case.topk, num_experts=case.experts,
         row_bytes=case.hidden * np.dtype(DTYPES[case.dtype]).itemsize, capacity=case.rows, alignment=case.alignment,
-        layout=int(case.layout == "token"), dtype=CODES[case.dtype], has_weights=case.weights, has_bias=case.bias,
+        layout=LAYOUTS[case.layout], dtype=CODES[case.dtype], has_weights=case.weights, has_bias=case.bias,
         use_bulk=case.bulk, force_staged=case.staged, num_sms=case.sms, staging_bytes=case.staging_bytes,
-        timeout_s=timeout_s,
+        timeout_s=timeout_s, side_bytes=case.side, window=case.window, quantize=QUANTIZE[case.quantize],
+        wire=QUANTIZE[case.wire],
     )  # fmt: skip
 
 
 def inputs(case: Case, seed: int) -> dict:
     rng = np.random.default_rng(seed + 1)
-    shape_w = (case.ranks, case.rows) + ((case.topk,) if case.layout == "token" else ())
+    num_rows = case.spec.num_rows
+    shape_w = (case.ranks, num_rows) + ((case.topk,) if case.layout == "token" else ())
 
     def rows(n):
         return rng.standard_normal((case.ranks, n, case.hidden)).astype(DTYPES[case.dtype])
@@ -128,14 +151,15 @@ def inputs(case: Case, seed: int) -> dict:
     weights = rng.random(ids.shape, np.float32)
     weights[(ids < 0) | (ids >= case.experts)] = np.nan  # must never be read
     return dict(
-        x=rows(case.tokens), topk_idx=ids, weights=weights, x2=rows(case.tokens), y=rows(case.rows),
-        y_weights=rng.random((case.ranks, case.rows), np.float32), scalars=rng.random(shape_w, np.float32),
-        bias=rows(case.tokens),
+        x=rows(case.tokens), topk_idx=ids, weights=weights, x2=rows(case.tokens), y=rows(num_rows),
+        y_weights=rng.random((case.ranks, num_rows), np.float32), scalars=rng.random(shape_w, np.float32),
+        bias=rows(case.tokens), side=rng.integers(0, 256, (case.ranks, case.tokens, case.side), np.uint8),
     )  # fmt: skip
 
 
 RESULTS = (
-    "recv_x recv_weights slot_meta slot_token group_sizes counts stats topk_clean slot dst_row recv_offsets".split()
+    "recv_x recv_side recv_weights slot_meta slot_token group_sizes counts stats topk_clean slot dst_row "
+    "recv_offsets".split()
 )
 
 
@@ -146,7 +170,7 @@ def read(ranks, case, name, like):
 
 def same(got, want, name):
     got, want = np.asarray(got), np.asarray(want)
-    bits = {2: np.uint16, 4: np.uint32}[want.dtype.itemsize]
+    bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[want.dtype.itemsize]
     wrong = np.argwhere(got.view(bits) != want.view(bits))
     if len(wrong):
         at = tuple(wrong[0])
@@ -171,7 +195,7 @@ def check(case: Case, ranks, seed: int, delays=()):
         for r in range(case.ranks):
             assert ranks.failure(r)["code"] == 0, ranks.failure(r)
 
-    for name in ("x", "topk_idx", "weights", "y", "y_weights", "scalars", "bias"):
+    for name in ("x", "topk_idx", "weights", "y", "y_weights", "scalars", "bias", "side"):
         put(name, data[name])
     run("dispatch", RESULTS)
     for name in RESULTS:
@@ -179,9 +203,11 @@ def check(case: Case, ranks, seed: int, delays=()):
             same(read(ranks, case, name, want[name]), want[name], name)
     run("combine", ["out", "out_scalars", "partial"])
     got = read(ranks, case, "out", want["out"])
-    if case.weights and case.layout == "expert":  # XLA may contract multiply and add
+    if case.weights and case.layout != "token":  # XLA may contract multiply and add
         magnitude = np.abs(data["y"].astype(np.float32)).max() * case.topk
         eps = {"bf16": 2**-8, "f16": 2**-11, "f32": 2**-22}[case.dtype]
+        if case.wire:  # and a sum that rounds the other way may take the other code of FP8
+            eps = 2**-3
         np.testing.assert_allclose(
             got.astype(np.float32),
             want["out"].astype(np.float32),
@@ -193,7 +219,7 @@ def check(case: Case, ranks, seed: int, delays=()):
     if case.weights:
         same(read(ranks, case, "out_scalars", want["out_scalars"]), want["out_scalars"], "out_scalars")
     put("x", data["x2"])
-    run("redispatch", ["recv_x", "recv_weights"])
+    run("redispatch", ["recv_x", "recv_side", "recv_weights"])
     same(read(ranks, case, "recv_x", want["second"]), want["second"], "recv_x of a reused handle")
 
 
@@ -225,6 +251,24 @@ CASES = {
     "long rows": dataclasses.replace(SMALL, ranks=2, hidden=16392, tokens=5, layout="token", dtype="f32"),
     "many experts": dataclasses.replace(SMALL, ranks=2, experts=1000, topk=4),
     "thousands of experts": dataclasses.replace(SMALL, ranks=8, experts=4000, topk=4, layout="token"),
+    "batched": dataclasses.replace(SMALL, layout="batched"),
+    "batched, dropped": dataclasses.replace(SMALL, layout="batched", routing="mixed", capacity=9, weights=False),
+    "batched, eight ranks": dataclasses.replace(SMALL, layout="batched", ranks=8, experts=64, topk=8, bias=True),
+    "window 0": dataclasses.replace(SMALL, capacity=32, alignment=8, window=0, weights=False),
+    "window 2": dataclasses.replace(SMALL, capacity=32, alignment=8, window=2, routing="mixed", weights=False),
+    "window past the end": dataclasses.replace(SMALL, capacity=64, window=40),
+    "window 1, token": dataclasses.replace(SMALL, capacity=40, window=1, layout="token", routing="mixed"),
+    "window 1, batched": dataclasses.replace(SMALL, capacity=7, window=1, layout="batched", weights=False),
+    "side of words": dataclasses.replace(SMALL, side=36, layout="token"),
+    "side of bytes": dataclasses.replace(SMALL, side=7, weights=False, alignment=4),
+    "fp8": dataclasses.replace(SMALL, quantize="fp8", hidden=640, layout="token"),
+    "fp8 of f32": dataclasses.replace(SMALL, quantize="fp8", hidden=384, dtype="f32", alignment=8, weights=False),
+    "ue8m0 of f16": dataclasses.replace(SMALL, quantize="fp8_ue8m0", hidden=128, dtype="f16", layout="batched"),
+    "ue8m0, long": dataclasses.replace(SMALL, quantize="fp8_ue8m0", hidden=7168, layout="token", ranks=2, tokens=20),
+    "fp8 wire": dataclasses.replace(SMALL, wire="fp8_wire", hidden=640, weights=False, bias=True),
+    "fp8 wire, token": dataclasses.replace(SMALL, wire="fp8_wire", hidden=1024, layout="token", routing="mixed"),
+    "fp8 wire of f32": dataclasses.replace(SMALL, wire="fp8_wire", hidden=128, dtype="f32", weights=False),
+    "fp8 wire, weights": dataclasses.replace(SMALL, wire="fp8_wire", hidden=512, dtype="f16"),
     "one block": dataclasses.replace(SMALL, sms=1),
     "16 blocks": dataclasses.replace(SMALL, ranks=8, sms=16, tokens=257, layout="token"),
 }  # fmt: skip
