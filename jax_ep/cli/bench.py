@@ -1,7 +1,10 @@
 """`python -m jax_ep bench`: µs of dispatch and combine beside what XLA's collectives take for the same tokens.
 
     python -m jax_ep bench --ranks 8 --workload W1 --json w1.json --png w1.png
+    python -m jax_ep bench --ranks 2 --implementation cuda --layout token --num-sms 4,8,12,16,24,32,48
+    python -m jax_ep bench --ranks 1,2,4,8 --implementation cuda --layout token --png ranks.png
     python -m jax_ep bench --ranks 8 --workload W1 --layout token --first-call 5
+    python -m jax_ep bench --plot r2.json r8.json --png ranks.png
 
 `--ranks` starts that many local processes (with MPS when they share a GPU); without it the devices of this process are
 the ranks. Every row is the time of the slowest rank. "limit" is what moving the same rows once would take at the copy
@@ -14,16 +17,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import statistics
 import tempfile
 
-from jax_ep import testing
 from jax_ep.cli import launch
+from jax_ep.cli.benchlib import plots
 from jax_ep.cli.benchlib.plan import Plan
-from jax_ep.cli.benchlib.workloads import WORKLOADS, custom
+from jax_ep.cli.benchlib.workloads import OPS, ROUTINGS, SENT, WORKLOADS, custom, with_tokens
 
-IMPLEMENTATIONS = ("cuda", "ragged", "dense", "ring", "xla")
+# The opponent that needs processes of its own: with this flag XLA runs ragged_all_to_all as dense exchanges, the
+# fastest way found for it (jax 0.11.2, H200).
+DECOMPOSED = "ragged-decomposed"
+DECOMPOSER_FLAG = "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true"
+IMPLEMENTATIONS = ("cuda", "ragged", DECOMPOSED, "dense", "ring", "xla")
+LAYOUTS = ("expert", "token", "batched")
 
 
 def _several(known):
@@ -39,68 +48,162 @@ def _several(known):
     return parse
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    """Type for argparse: positive numbers, separated by commas."""
+    numbers = tuple(int(n) if n.isdecimal() else 0 for n in text.split(","))
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected positive numbers, separated by commas")
+    return numbers
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jax_ep bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    launch.add_arguments(parser)
+    launch.add_arguments(parser, ranks_type=_numbers)
     what = parser.add_argument_group("what (several: separated by commas)")
     what.add_argument("--workload", type=_several(WORKLOADS), default=("W1",), help=", ".join(WORKLOADS))
     what.add_argument("--implementation", type=_several(IMPLEMENTATIONS), default=(), help=", ".join(IMPLEMENTATIONS))
-    what.add_argument("--layout", type=_several(("expert", "token")), default=("expert", "token"))
-    what.add_argument("--capacity", type=_several(("demand", "default")), default=("demand",))
-    what.add_argument("--num-sms", type=int, help="SMs per rank; default: that of jax_ep.Config")
+    what.add_argument("--layout", type=_several(LAYOUTS), default=("expert", "token"), help=", ".join(LAYOUTS))
+    what.add_argument("--capacity", type=_several(("demand", "default")), default=("demand",), help="demand, default")
+    what.add_argument("--op", type=_several(OPS[:3]), default=OPS[:3], help=", ".join(OPS[:3]))
+    what.add_argument(
+        "--num-sms", type=_numbers, default=(), help="SMs per rank; several: a sweep, with the default among them"
+    )
     what.add_argument("--first-call", type=int, metavar="N", help="instead: first call over steady, in N fresh starts")
+    what.add_argument("--plot", nargs="+", metavar="JSON", help="instead: draw --png from the files of earlier runs")
     changes = parser.add_argument_group("changes to the first workload, which is then called custom")
-    changes.add_argument("--tokens", type=int, dest="num_tokens", help="per rank")
+    changes.add_argument("--tokens", type=_numbers, default=(), help="per rank; several: a workload for each")
     changes.add_argument("--hidden", type=int)
     changes.add_argument("--topk", type=int, dest="num_topk")
     changes.add_argument("--experts", type=int, dest="num_experts")
     changes.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
-    changes.add_argument("--routing", choices=testing.ROUTINGS)
+    changes.add_argument("--routing", choices=ROUTINGS)
+    changes.add_argument("--sent", choices=SENT, help="rows, fp8 (quantised by dispatch) or a quantised pair")
     how = parser.add_argument_group("how")
-    how.add_argument("--calls", type=int, default=10, help="calls chained in one program; default: %(default)s")
-    how.add_argument("--repeats", type=int, default=15, help="runs of that program; default: %(default)s")
+    how.add_argument("--calls", type=int, help="calls chained in one program; default: 10")
+    how.add_argument("--repeats", type=int, help="runs of that program; default: 15")
+    how.add_argument("--quick", action="store_true", help="6 calls, 5 runs")
     how.add_argument("--json", metavar="PATH", help="write everything here")
     how.add_argument("--png", metavar="PATH", help="draw the table here (needs matplotlib)")
     return parser
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """What the command line asks for, but for what depends on the number of ranks."""
+    changes = {k: getattr(args, k) for k in ("hidden", "num_topk", "num_experts", "dtype", "routing", "sent")}
+    first, *others = (WORKLOADS[name] for name in args.workload)
+    if len(args.tokens) == 1:
+        changes["num_tokens"] = args.tokens[0]
+    firsts = [custom(first, **changes)]
+    if len(args.tokens) > 1:
+        firsts = [with_tokens(firsts[0], n) for n in args.tokens]
+    return Plan(
+        workloads=(*firsts, *others),
+        implementations=args.implementation,
+        layouts=args.layout,
+        capacities=args.capacity,
+        num_sms=args.num_sms,
+        ops=args.op,
+        num_calls=args.calls or (6 if args.quick else 10),
+        repeats=args.repeats or (5 if args.quick else 15),
+        ranks_per_device=None,
+        is_first_call=args.first_call is not None,
+        suffix="",
+        json_path=args.json,
+        png_path=args.png,
+    )
 
 
 def main(argv: list[str]) -> int:
     """The command."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.calls < 2:
+    if args.plot:
+        if not args.png:
+            parser.error("--plot needs --png: where to draw")
+        plots.draw([result for path in args.plot for result in _results(path)], args.png)
+        return 0
+    plan = _plan(args)
+    if plan.num_calls < 2:
         parser.error("--calls must be at least 2: the time of a call is a difference between programs")
-    changes = {k: getattr(args, k) for k in ("num_tokens", "hidden", "num_topk", "num_experts", "dtype", "routing")}
-    first, *others = (WORKLOADS[name] for name in args.workload)
-    plan = Plan(
-        workloads=(custom(first, **changes), *others),
-        implementations=args.implementation,
-        layouts=args.layout,
-        capacities=args.capacity,
-        num_sms=args.num_sms,
-        num_calls=args.calls,
-        repeats=args.repeats,
-        ranks_per_device=None,
-        is_first_call=args.first_call is not None,
-        json_path=args.json,
-        png_path=args.png,
-    )
     if args.ranks is None:
         if plan.is_first_call:
             parser.error("--first-call needs --ranks: every start is a fresh set of processes")
+        if DECOMPOSED in plan.implementations:
+            parser.error(f"{DECOMPOSED} needs --ranks: its flag concerns whole processes")
         from jax_ep.cli.benchlib import rank  # starts nothing before: it may be that only processes are launched
 
         return rank.run(plan)
+    if plan.is_first_call:
+        if len(args.ranks) > 1:
+            parser.error("--first-call takes one number of --ranks")
+        return _first_calls(*_on(plan, args, args.ranks[0]), args.first_call)
+    return _tables(plan, args)
+
+
+def _results(path: str) -> list[dict]:
+    """Results in a file of `--json`: one, or one per number of ranks."""
+    content = json.loads(pathlib.Path(path).read_text())
+    return content.get("runs", [content])
+
+
+def _on(plan: Plan, args: argparse.Namespace, ranks: int) -> tuple[Plan, launch.Launch]:
+    """The plan for `ranks` local processes, and how to launch them."""
     gpus = 0 if args.platform == "cpu" else launch.num_gpus()
-    plan = dataclasses.replace(plan, ranks_per_device=-(-args.ranks // gpus) if gpus else args.ranks)
-    how = launch.from_arguments(args)
-    return _first_calls(plan, how, args.first_call) if plan.is_first_call else _on_ranks(plan, how)
+    how = dataclasses.replace(launch.from_arguments(args), ranks=ranks)
+    return dataclasses.replace(plan, ranks_per_device=-(-ranks // gpus) if gpus else ranks), how
+
+
+def _tables(plan: Plan, args: argparse.Namespace) -> int:
+    """A table per number of ranks; one file and one picture of them all, also when some of it fails."""
+    runs: list[dict] = []
+    status = 0
+    for ranks in args.ranks:
+        if len(args.ranks) > 1:
+            print(f"{ranks} ranks", flush=True)
+        here, how = _on(plan, args, ranks)
+        for part, env in _parts(here):
+            result, code = _measured(part, dataclasses.replace(how, env=how.env + env))
+            status = status or code
+            if not result:
+                continue
+            if runs and runs[-1]["num_ranks"] == result["num_ranks"]:
+                runs[-1]["rows"] += result["rows"]
+            else:
+                runs.append(result)
+    if not runs:
+        return status
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}, indent=1))
+    if args.png:
+        plots.draw(runs, args.png)
+    return status
+
+
+def _parts(plan: Plan) -> list[tuple[Plan, tuple[tuple[str, str], ...]]]:
+    """The plan cut by what XLA's flags must be in a process, with the environment of each part."""
+    others = tuple(name for name in plan.implementations if name != DECOMPOSED)
+    parts: list[tuple[Plan, tuple[tuple[str, str], ...]]] = []
+    if others or not plan.implementations:
+        parts.append((dataclasses.replace(plan, implementations=others), ()))
+    if DECOMPOSED in plan.implementations:
+        decomposed = dataclasses.replace(plan, implementations=("ragged",), suffix=DECOMPOSED.removeprefix("ragged"))
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {DECOMPOSER_FLAG}".strip()
+        parts.append((decomposed, (("XLA_FLAGS", flags),)))
+    return parts
 
 
 def _on_ranks(plan: Plan, how: launch.Launch) -> int:
     return launch.run(["-m", "jax_ep.cli.benchlib.rank", plan.to_json()], how, _without_prefix)
+
+
+def _measured(plan: Plan, how: launch.Launch) -> tuple[dict, int]:
+    """What rank 0 wrote, {} if it did not come so far, and the ranks' status."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder, "result.json")
+        status = _on_ranks(dataclasses.replace(plan, json_path=str(out), png_path=None), how)
+        return (json.loads(out.read_text()) if out.exists() else {}), status
 
 
 def _without_prefix(line: str) -> None:
@@ -111,16 +214,14 @@ def _without_prefix(line: str) -> None:
 def _first_calls(plan: Plan, how: launch.Launch, starts: int) -> int:
     """Median over fresh starts of first call / steady call, ours and the control's."""
     runs = []
-    with tempfile.TemporaryDirectory() as folder:
-        out = pathlib.Path(folder, "first.json")
-        for start in range(starts):
-            status = _on_ranks(dataclasses.replace(plan, json_path=str(out), png_path=None), how)
-            if status:
-                return status
-            runs.append(json.loads(out.read_text()))
-            setup = ", ".join(f"{phase} {ms:.0f}" for phase, ms in runs[-1]["setup_ms"].items())
-            parts = [_describe(runs[-1], key) for key in runs[-1]["measured"]] + [f"set-up ms: {setup}"]
-            print(f"start {start}: " + "; ".join(parts), flush=True)
+    for start in range(starts):
+        run, status = _measured(plan, how)
+        if status:
+            return status
+        runs.append(run)
+        setup = ", ".join(f"{phase} {ms:.0f}" for phase, ms in run["setup_ms"].items())
+        parts = [_describe(run, key) for key in run["measured"]] + [f"set-up ms: {setup}"]
+        print(f"start {start}: " + "; ".join(parts), flush=True)
     medians = {key: statistics.median(run[key]["ratio"] for run in runs) for key in runs[-1]["measured"]}
     print(f"median of {starts}: " + ", ".join(f"{key} {ratio:.2f}" for key, ratio in medians.items()))
     if plan.json_path:

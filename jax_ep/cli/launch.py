@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax_ep
@@ -200,9 +200,9 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, ranks_type: Callable = int) -> None:
     """The options that every command which starts ranks shares."""
-    parser.add_argument("--ranks", type=int, metavar="R", help="number of local processes")
+    parser.add_argument("--ranks", type=ranks_type, metavar="R", help="number of local processes")
     parser.add_argument("--timeout", type=float, metavar="S", help="wall-clock limit in seconds")
     parser.add_argument("--platform", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
     parser.add_argument("--cpu-devices", type=int, default=1, metavar="N", help="virtual CPU devices per process")

@@ -3,14 +3,19 @@
 All run inside `jax.shard_map` over the axis "ep" and have the same three functions:
 
     rows, state = dispatch(x, topk_idx, topk_weights)
-    rows = expert(rows, state)     # identity experts; applies the weights where combine does not. Never timed.
+    rows = expert(rows, state)     # identity experts, result in the workload's dtype; applies the weights where combine
+                                   # does not. Never timed.
     out = combine(rows, state)     # = sum over k of weight * x, when nothing is dropped
 
+Ours also have `again(x, state)`, dispatch along the handle, and `combine_fp8(rows, state)`.
+
 The baselines move what they must and nothing else: none of them sorts the received rows by expert, which ours does.
+FP8 rows and their scales are two arrays to them, sent one after the other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -21,6 +26,7 @@ import jax_ep
 from jax_ep.cli.benchlib.workloads import Traffic, Workload
 
 AXIS = "ep"
+OURS = ("cuda", "xla")
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,9 @@ class JaxEp:
     workload: Workload
     layout: str
     capacity: int
+    zero_tail: bool
     implementation: str  # "cuda" | "xla"
-    num_sms: int | None = None
+    num_sms: int | None = None  # None: by the model of tuning.py
 
     def dispatch(self, x, idx, weights):
         recv = jax_ep.dispatch(
@@ -42,20 +49,51 @@ class JaxEp:
             axis_name=AXIS,
             layout=self.layout,
             capacity=self.capacity,
-            zero_tail=False,
-            config=jax_ep.Config(num_sms=self.num_sms),
+            quantize=self._quantize,
+            zero_tail=self.zero_tail,
+            config=self._config,
             implementation=self.implementation,
         )
-        return recv.x, (recv.handle, recv.weights)
+        return _without_carrier(recv.x), (recv.handle, recv.weights)
+
+    def again(self, x, state):
+        handle = self._planned(state[0])
+        return _without_carrier(jax_ep.dispatch(x, handle=handle, quantize=self._quantize, zero_tail=self.zero_tail).x)
 
     def expert(self, rows, state):
-        if self.layout == "expert":
-            return rows
-        return (rows * state[1].sum(1, keepdims=True)).astype(rows.dtype)
+        rows = _dequantize(rows, self.workload)
+        if self.layout == "token":
+            return (rows * state[1].sum(1, keepdims=True)).astype(rows.dtype)
+        return rows
 
-    def combine(self, rows, state):
+    def combine(self, rows, state, quantize=None):
         handle, weights = state
-        return jax_ep.combine(rows, handle, weights=weights if self.layout == "expert" else None)
+        weights = None if self.layout == "token" else weights
+        return jax_ep.combine(rows, self._planned(handle), weights=weights, quantize=quantize)
+
+    def combine_fp8(self, rows, state):
+        return self.combine(rows, state, quantize="fp8_wire")
+
+    @property
+    def _quantize(self) -> str | None:
+        return "fp8" if self.workload.sent == "fp8" else None
+
+    @property
+    def _config(self) -> jax_ep.Config:
+        return jax_ep.Config(num_sms=self.num_sms)
+
+    def _planned(self, handle):
+        """The handle for calls with this object's SMs, whatever those were that made it."""
+        return dataclasses.replace(handle, spec=dataclasses.replace(handle.spec, config=self._config))
+
+
+def _without_carrier(rows):
+    """The carrier of a gradient is zeros that nobody reads; as a program's result it would be written."""
+    return jax_ep.Quantized(rows.data, rows.scale) if isinstance(rows, jax_ep.Quantized) else rows
+
+
+def _dequantize(rows, workload: Workload):
+    return rows.dequantize(workload.dtype) if isinstance(rows, jax_ep.Quantized) else rows
 
 
 @dataclass(frozen=True)
@@ -157,16 +195,42 @@ class Ring:
         return lax.psum_scatter(rows, AXIS, tiled=True)
 
 
+@dataclass(frozen=True)
+class Fp8Rows:
+    """A baseline for rows that cross in FP8: data as bytes, then scales, each as `base` sends rows."""
+
+    workload: Workload
+    base: Ragged | Dense | Ring
+
+    def dispatch(self, x, idx, weights):
+        if not isinstance(x, jax_ep.Quantized):
+            x = jax_ep.quantize(x)
+        data, state = self.base.dispatch(lax.bitcast_convert_type(x.data, jnp.uint8), idx, weights)
+        scale, _ = self.base.dispatch(x.scale, idx, weights)
+        return jax_ep.Quantized(lax.bitcast_convert_type(data, jnp.float8_e4m3fn), scale), state
+
+    def expert(self, rows, state):
+        return self.base.expert(_dequantize(rows, self.workload), state)
+
+    def combine(self, rows, state):
+        return self.base.combine(rows, state)
+
+
 def choices(platform: str) -> tuple[str, ...]:
     """Names that `make` takes on this platform, in the order of the table."""
     return ("cuda", "ragged", "dense", "ring", "xla") if platform == "gpu" else ("xla", "dense", "ring")
 
 
-def make(name: str, workload: Workload, traffic: Traffic, layout: str, capacity: int, num_sms: int | None):
-    """The implementation `name`; `layout`, `capacity` and `num_sms` concern ours only."""
-    num_ranks = traffic.rows.shape[0]
-    if name in ("cuda", "xla"):
-        return JaxEp(workload, layout, capacity, name, num_sms)
+def make(name: str, workload: Workload, traffic: Traffic, layout: str, capacity: int, zero_tail: bool):
+    """The implementation `name`; `layout`, `capacity` and `zero_tail` concern ours only."""
+    if name in OURS:
+        return JaxEp(workload, layout, capacity, zero_tail, name)
+    base = _baseline(name, workload, traffic)
+    return base if workload.sent == "rows" else Fp8Rows(workload, base)
+
+
+def _baseline(name: str, workload: Workload, traffic: Traffic) -> Ragged | Dense | Ring:
+    num_ranks = traffic.num_ranks
     if name == "ragged":
         return Ragged(workload, num_ranks, capacity=max(traffic.demand("expert"), 1))
     if name == "dense":

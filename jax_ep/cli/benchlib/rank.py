@@ -9,7 +9,7 @@ import sys
 
 import jax
 
-from jax_ep.cli.benchlib import implementations, measure, report
+from jax_ep.cli.benchlib import implementations, measure, plots, report
 from jax_ep.cli.benchlib.plan import Plan
 
 
@@ -27,16 +27,24 @@ def run(plan: Plan) -> int:
         if is_first:
             print(line, flush=True)
 
-    result = report.environment()
+    def save(measured: dict) -> dict:
+        result = environment | measured
+        if is_first and plan.json_path:
+            pathlib.Path(plan.json_path).write_text(json.dumps(result, indent=1))
+        return result
+
+    def show(measured: dict) -> None:
+        say(report.format_row(measured["rows"][-1]))
+        save(measured)  # a run that is cut short leaves what it has
+
+    environment = report.environment()
     if plan.is_first_call:
-        result |= measure.first_call(plan)
+        result = save(measure.first_call(plan))
     else:
         say(report.HEADER)
-        result |= measure.steady(plan, lambda row: say(report.format_row(row)), say)
-    if is_first and plan.json_path:
-        pathlib.Path(plan.json_path).write_text(json.dumps(result, indent=1))
+        result = save(measure.steady(plan, show, say))
     if is_first and plan.png_path:
-        report.draw(result, plan.png_path)
+        plots.draw([result], plan.png_path)
     return 0
 
 

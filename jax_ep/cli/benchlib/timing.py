@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+BUDGET_S = 2.0  # for the runs of one program; XLA's ragged exchange takes 90 ms a call
+
 _sequence = iter(range(1 << 62))
 
 
@@ -83,11 +85,15 @@ def seconds(fn: Callable, args) -> float:
 
 
 def steady_us(compile_, step: Callable, args, num_calls: int, repeats: int, num_linked: int = 1) -> float:
-    """µs of one call of `step`, of the slowest process. `compile_` wraps a function in shard_map and jit."""
+    """µs of one call of `step`, of the slowest process. `compile_` wraps a function in shard_map and jit.
+
+    Runs fewer than `repeats` times, but 3 times or more, where that would take longer than BUDGET_S.
+    """
     many, one = (compile_(chain(step, n, num_linked)) for n in (num_calls, 1))
     for fn in (one, many):
         seconds(fn, args)
-    barrier()
+    run_s = max(exchange(seconds(many, args)))  # also a barrier
+    repeats = min(repeats, max(3, int(BUDGET_S / run_s)))
     times = [(seconds(many, args), seconds(one, args)) for _ in range(repeats)]
     t_many, t_one = (statistics.median(t) for t in zip(*times, strict=True))
     us = max(exchange((t_many - t_one) / (num_calls - 1) * 1e6))

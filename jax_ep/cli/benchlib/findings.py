@@ -1,0 +1,63 @@
+"""What follows from several rows of the table: skew, empty peers, the default number of SMs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+def notes(rows: list[dict]) -> list[str]:
+    """Sentences for the end of the table; adds "per_byte_of_uniform" and "empty_peer_us" to the rows that have them."""
+    good = [row for row in rows if not row["error"]]
+    return [*_default_sms(good), *_skew(good), *_empty_peers(good)]
+
+
+def _label(row: dict) -> str:
+    words = (row["workload"], row["implementation"], row["layout"], row["capacity"], row["op"])
+    return " ".join(filter(None, words))
+
+
+def _default_sms(rows: list[dict]) -> Iterator[str]:
+    """Time with the default number of SMs over the best time of a sweep."""
+    sweeps: dict[tuple, list[dict]] = {}
+    for row in rows:
+        sweeps.setdefault((_label(row), row["num_ranks"]), []).append(row)
+    for (label, _), sweep in sweeps.items():
+        default = [row for row in sweep if row["is_default"]]
+        if len(sweep) > 1 and default:
+            best = min(sweep, key=lambda row: row["us"])
+            yield (
+                f"{label}: default {default[0]['num_sms']} SMs {default[0]['us']:.0f} us, best {best['num_sms']} SMs "
+                f"{best['us']:.0f} us, ratio {default[0]['us'] / best['us']:.2f}"
+            )
+
+
+def _alike(row: dict) -> tuple:
+    """What two rows must have in common to be compared over routings."""
+    shape = {k: v for k, v in row["of"].items() if k not in ("name", "routing")}
+    return (row["implementation"], row["layout"], row["capacity"], row["op"], row["num_sms"], *shape.items())
+
+
+def _skew(rows: list[dict]) -> Iterator[str]:
+    """Us per byte relative to the same shape with uniform routing in the same run; bytes as the limit counts them."""
+    uniform = {_alike(row): row for row in rows if row["of"]["routing"] == "uniform"}
+    for row in rows:
+        base = uniform.get(_alike(row))
+        if base is None or row is base or row["of"]["routing"] == "alone" or not (row["limit_us"] and base["limit_us"]):
+            continue
+        row["per_byte_of_uniform"] = row["us"] / row["limit_us"] / (base["us"] / base["limit_us"])
+        yield f"{_label(row)}: {row['per_byte_of_uniform']:.2f} of uniform {base['workload']} per byte"
+
+
+def _empty_peers(rows: list[dict]) -> Iterator[str]:
+    """(one busy rank among R - 1 empty ones, less the same rank as a group of one) / (R - 1)."""
+    alone = [row for row in rows if row["of"]["routing"] == "alone" and row["capacity"] == "demand"]
+    ones = {(_label(row), row["num_sms"]): row for row in alone if row["num_ranks"] == 1}
+    for row in alone:
+        one = ones.get((_label(row), row["num_sms"]))
+        if one is not None and row is not one:
+            row["empty_peer_us"] = (row["us"] - one["us"]) / (row["num_ranks"] - 1)
+            empty = f"{row['num_ranks'] - 1} empty ranks"
+            yield (
+                f"{_label(row)}: {row['us']:.1f} us, {one['us']:.1f} us without the {empty}; "
+                f"an empty peer costs {row['empty_peer_us']:.2f} us"
+            )
