@@ -1,4 +1,5 @@
-"""tests/gpu/run.py and sanitize.py: what a stage came to, read from its log. Nothing is run on a GPU here."""
+"""Scripts of tests/gpu: what a stage of run.py and sanitize.py came to, read from its log; what time_kernels.py asks of
+the kernels and prints. Nothing is run on a GPU here."""
 
 import pathlib
 import sys
@@ -66,3 +67,62 @@ def test_stages_name_files_that_exist(scripts):
     alone = {"test_exchange_devices.py"}  # only where there are several GPUs
     assert {p.name for p in GPU.glob("test_*.py")} == named | alone
     assert len({stage.name for stage in plan}) == len(plan)
+
+
+class FakeKernels:
+    """Stands in for `jax_ep._cuda.Loopback`: a call takes as many us as a rank has SMs, a redispatch half of it."""
+
+    def __init__(self, **shape):
+        self.shape, self.calls = shape, []
+
+    def bytes(self, name):
+        return 0 if name == "side" else 16
+
+    def write(self, name, rank, data):
+        shape = self.shape
+        assert name == "topk_idx" and len(data) == shape["num_tokens"] * shape["num_topk"] * 4
+
+    def fill(self, name, byte):
+        assert name != "side"
+
+    def launch(self, op):
+        self.calls.append(op)
+
+    def synchronize(self):
+        pass
+
+    def time(self, op, calls):
+        assert self.calls == ["dispatch"]
+        return self.shape["num_sms"] / (2 if op == "redispatch" else 1)
+
+    def failure(self, rank):
+        return {"code": 0}
+
+
+def test_kernels_are_timed_for_every_combination(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(GPU))
+    import time_kernels
+
+    made = []
+
+    def loopback(**shape):
+        made.append(FakeKernels(**shape))
+        return made[-1]
+
+    words = "--ranks 2,4 --sms 8 --tokens 64 --layout token,batched --bulk both --quantize fp8 --wire fp8_wire"
+    time_kernels.main(words.split(), loopback)
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["R", "SMs", "tokens", "layout", "copies", "capacity", "dispatch", "again", "combine"]
+    assert [line.split()[:5] for line in lines] == [
+        [ranks, "8", "64", layout, copies]
+        for ranks in ("2", "4")
+        for layout in ("token", "batched")
+        for copies in ("bulk", "vector")
+    ]
+    assert all(line.split()[6:] == ["8.0", "4.0", "8.0"] for line in lines)
+    shape = made[0].shape
+    assert (shape["quantize"], shape["wire"], shape["layout"], shape["row_bytes"]) == (1, 3, 1, 14336)
+    assert shape["capacity"] == 128  # 64 tokens from each of two ranks at most
+    with pytest.raises(SystemExit):
+        time_kernels.main(["--layout", "rows"], loopback)
+    del sys.modules["time_kernels"]
