@@ -21,7 +21,7 @@ from jax_ep import _compat
 from jax_ep.combine import combine
 from jax_ep.config import Config
 from jax_ep.dispatch import dispatch
-from jax_ep.grouped_gemm import grouped_matmul
+from jax_ep.nn_experts import apply_experts
 
 ACTIVATIONS = ("swiglu", "gelu")
 
@@ -180,74 +180,10 @@ def moe_block(
         config=config.config,
         implementation=config.implementation,
     )
-    if config.layout == "expert":
-        rows = _apply_experts(params, recv.x, recv.group_sizes, config)
-        y = combine(rows, recv.handle, weights=recv.weights)
-    else:
-        rows = _apply_experts_to_tokens(params, recv.x, recv.topk_idx, recv.weights, config)
-        y = combine(rows, recv.handle)
+    rows = apply_experts(params, recv, config)
+    # In layout "token" the experts have applied the weights.
+    y = combine(rows, recv.handle, weights=None if config.layout == "token" else recv.weights)
     return y, _aux(routing, recv.num_dropped, config, mask)
-
-
-def _apply_experts(params: MoEParams, rows: jax.Array, group_sizes: jax.Array, config: MoEConfig) -> jax.Array:
-    """Experts on `rows` [m, hidden] sorted by local expert; rows past the last group give 0."""
-
-    def matmul(a, w):
-        return grouped_matmul(a, w.astype(rows.dtype), group_sizes, implementation=config.grouped_matmul)
-
-    up = matmul(rows, params.w_up)
-    inner = jax.nn.silu(matmul(rows, params.w_gate)) * up if config.activation == "swiglu" else jax.nn.gelu(up)
-    return matmul(inner, params.w_down)
-
-
-def _apply_experts_to_tokens(params, x, topk_idx, weights, config: MoEConfig) -> jax.Array:
-    """Layout "token": sorts the (token, k) pairs by local expert, applies the experts, sums per token in f32."""
-    num_tokens, num_topk = topk_idx.shape
-    num_local = params.w_up.shape[0]
-    key = jnp.where(topk_idx < 0, num_local, topk_idx).reshape(-1)
-    # The router never picks an expert twice for a token, so not every pair can be local.
-    num_rows = num_tokens * min(num_topk, num_local)
-    order = jnp.argsort(key, stable=True)[:num_rows].astype(jnp.int32)
-    pairs = jnp.arange(num_rows, dtype=jnp.int32)
-    place = jnp.full(key.shape, -1, jnp.int32).at[order].set(pairs)
-    place = jnp.where(topk_idx < 0, -1, place.reshape(topk_idx.shape))
-    group_sizes = jnp.sum(key[:, None] == jnp.arange(num_local, dtype=jnp.int32), axis=0, dtype=jnp.int32)
-
-    token = jnp.where(pairs < jnp.sum(group_sizes), order // num_topk, -1)
-    rows = _apply_experts(params, _expand(x, token, place), group_sizes, config)
-    weighted = rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
-    return _contract(weighted, token, place).astype(x.dtype)
-
-
-# Rows of tokens to rows of pairs and back: pair p belongs to token[p], (token t, k) is pair place[t, k], -1 is none.
-# Each is the transpose of the other and both are gathers: summing by scatter-add would make the result depend on the
-# order of atomics.
-@jax.custom_vjp
-def _expand(x: jax.Array, token: jax.Array, place: jax.Array) -> jax.Array:
-    """`out[p] = x[token[p]]`, 0 where token is -1."""
-    del place
-    return jnp.where(token[:, None] >= 0, x[jnp.maximum(token, 0)], jnp.zeros((), x.dtype))
-
-
-@jax.custom_vjp
-def _contract(rows: jax.Array, token: jax.Array, place: jax.Array) -> jax.Array:
-    """`out[t] = sum_k rows[place[t, k]]` in f32, in k order; place -1 adds 0."""
-    del token
-    total = jnp.zeros((place.shape[0], rows.shape[1]), jnp.float32)
-    for k in range(place.shape[1]):
-        row = rows[jnp.maximum(place[:, k], 0)]
-        total = total + jnp.where(place[:, k, None] >= 0, row, 0).astype(jnp.float32)
-    return total.astype(rows.dtype)
-
-
-_expand.defvjp(
-    lambda x, token, place: (_expand(x, token, place), (token, place)),
-    lambda saved, g: (_contract(g, *saved), None, None),
-)
-_contract.defvjp(
-    lambda rows, token, place: (_contract(rows, token, place), (token, place)),
-    lambda saved, g: (_expand(g, *saved), None, None),
-)
 
 
 def _aux(routing: Routing, num_dropped: jax.Array, config: MoEConfig, mask: jax.Array | None) -> MoEAux:

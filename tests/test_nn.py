@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import nn
+from jax_ep import nn, nn_experts
 from jax_ep.nn import MoE, MoEConfig, MoEParams, moe_block
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 24, 8, 12, 4, 2  # tokens over all ranks
@@ -316,8 +316,8 @@ def test_expand_and_contract_are_transposes():
     place = jnp.array([[1, -1], [-1, 3], [0, 2]], jnp.int32)
     x = jax.random.normal(jax.random.key(0), (3, 5))
     rows = jax.random.normal(jax.random.key(1), (6, 5))
-    expanded, expand_vjp = jax.vjp(lambda x: nn._expand(x, token, place), x)
-    contracted, contract_vjp = jax.vjp(lambda rows: nn._contract(rows, token, place), rows)
+    expanded, expand_vjp = jax.vjp(lambda x: nn_experts._expand(x, token, place), x)
+    contracted, contract_vjp = jax.vjp(lambda rows: nn_experts._contract(rows, token, place), rows)
     np.testing.assert_array_equal(expanded, np.where(token[:, None] >= 0, np.asarray(x)[token], 0))
     np.testing.assert_allclose(jnp.vdot(expanded, rows), jnp.vdot(x, contracted), rtol=1e-5)
     np.testing.assert_array_equal(expand_vjp(rows)[0], contracted)
