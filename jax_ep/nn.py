@@ -17,13 +17,18 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_ep import _compat
+from jax_ep import _compat, shapes
 from jax_ep.combine import combine
 from jax_ep.config import Config
 from jax_ep.dispatch import dispatch
+from jax_ep.experts import gather_replicas
+from jax_ep.layout import Recv
 from jax_ep.nn_experts import apply_experts
+from jax_ep.quantize import Quantized
 
 ACTIVATIONS = ("swiglu", "gelu")
+LAYOUTS = ("expert", "token", "batched")
+DEFAULT_LAYOUT = "expert"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +44,19 @@ class MoEConfig:
       normalize_weights: scale a token's top-k router probabilities so that they sum to 1.
       axis_name: mesh axis, or axes, over which the experts are spread.
       data_axes: further mesh axes over which tokens are split; the experts are replicated over them.
-      layout: `"expert"` (rows arrive sorted by expert) or `"token"` (one row per token; the layer sorts them).
-      capacity: rows that a rank receives; None for the worst case. Rows beyond it are dropped. A common choice is
-        1.25 to 2 times `num_tokens * num_topk` (layout "expert"), with `num_tokens` per rank.
+      layout: how rows arrive. `"expert"`: sorted by expert, for a grouped matrix product. `"batched"`: equally many
+        rows for each local expert, for a batched one. `"token"`: one row per token; the layer sorts them.
+      capacity: rows that a rank receives ("batched": that each of its experts does); rows beyond it are dropped and
+        counted in `MoEAux.num_dropped`. None, without capacity_factor too: the worst case, which drops nothing. In
+        layout "batched" that is `num_ranks * num_tokens` rows for *each* local expert, num_local_experts /
+        num_topk times that of "expert": choose one of the two there.
+      capacity_factor: instead, the capacity as a multiple of the mean number of rows (`mean_rows`), rounded up; 1.25
+        to 2 is usual. The mean of one expert ("batched") is exceeded sooner than that of a rank.
       expert_alignment: rows of each local expert are padded to a multiple of it (layout "expert").
+      quantize: `"fp8"`, `"fp8_ue8m0"` or None: rows cross in FP8 and are dequantised before the experts, see
+        `jax_ep.dispatch`; hidden is then a multiple of 128. The backward pass is not quantised.
+      quantize_combine: `"fp8_wire"` or None: likewise for the sums that return, see `jax_ep.combine`.
+      num_physical_experts: copies of experts over the whole group, for calls with an `expert_map`; None: no map.
       implementation: of dispatch and combine: `"cuda"`, `"xla"` or None (the best that there is).
       grouped_matmul: of the expert computation, see `jax_ep.grouped_gemm.grouped_matmul`.
       config: tuning knobs of dispatch and combine.
@@ -59,9 +73,13 @@ class MoEConfig:
     normalize_weights: bool = True
     axis_name: str | tuple[str, ...] = "expert"
     data_axes: tuple[str, ...] = ()
-    layout: str = "expert"
+    layout: str = DEFAULT_LAYOUT
     capacity: int | None = None
+    capacity_factor: float | None = None
     expert_alignment: int = 1
+    quantize: str | None = None
+    quantize_combine: str | None = None
+    num_physical_experts: int | None = None
     implementation: str | None = None
     grouped_matmul: str | None = None
     config: Config | None = None
@@ -69,8 +87,15 @@ class MoEConfig:
     def __post_init__(self):
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"MoEConfig: got activation={self.activation!r}, expected one of {ACTIVATIONS}")
-        if self.layout not in ("expert", "token"):
-            raise ValueError(f'MoEConfig: got layout={self.layout!r}, expected "expert" or "token"')
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"MoEConfig: got layout={self.layout!r}, expected one of {LAYOUTS}")
+        if self.capacity_factor is not None and self.capacity is not None:
+            raise ValueError(
+                f"MoEConfig: got capacity={self.capacity} and capacity_factor={self.capacity_factor}, expected at most "
+                "one of them; leave out the other"
+            )
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(f"MoEConfig: got capacity_factor={self.capacity_factor}, expected more than 0, or None")
         if not 1 <= self.num_topk <= self.num_experts:
             raise ValueError(f"MoEConfig: got num_topk={self.num_topk}, expected 1 to num_experts={self.num_experts}")
 
@@ -82,6 +107,28 @@ class MoEConfig:
     def token_axes(self) -> tuple[str, ...]:
         """All mesh axes over which tokens are split, data axes first."""
         return (*self.data_axes, *self.expert_axes)
+
+    def mean_rows(self, num_tokens: int, num_ranks: int) -> float:
+        """Rows that a rank ("batched": one of its experts) receives when all experts get equally many.
+
+        `num_tokens` is per rank. In layout "token" it is an upper bound of that mean: a token with several experts on
+        one rank is one row there.
+        """
+        if self.layout == "token":
+            return num_tokens * min(self.num_topk, num_ranks)
+        rows = num_tokens * self.num_topk
+        return rows * num_ranks / (self.num_physical_experts or self.num_experts) if self.layout == "batched" else rows
+
+    def num_rows(self, num_tokens: int, num_ranks: int) -> int | None:
+        """What `dispatch` gets as capacity: never more than the worst case, a multiple of expert_alignment."""
+        if self.capacity_factor is None:
+            return self.capacity
+        num_local = (self.num_physical_experts or self.num_experts) // num_ranks
+        worst = shapes.default_capacity(
+            self.layout, num_ranks, num_tokens, self.num_topk, num_local, self.expert_alignment
+        )
+        rows = max(math.ceil(self.mean_rows(num_tokens, num_ranks) * self.capacity_factor), 1)
+        return min(shapes.round_up(rows, self.expert_alignment), worst)
 
 
 class MoEParams(NamedTuple):
@@ -137,7 +184,11 @@ def route(router: jax.Array, x: jax.Array, config: MoEConfig, mask: jax.Array | 
 
 
 def moe_block(
-    params: MoEParams, x: jax.Array, config: MoEConfig, mask: jax.Array | None = None
+    params: MoEParams,
+    x: jax.Array,
+    config: MoEConfig,
+    mask: jax.Array | None = None,
+    expert_map: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEAux]:
     """Routes tokens to experts over the mesh axis, applies them, and sums their weighted outputs.
 
@@ -149,6 +200,9 @@ def moe_block(
       x: `[num_tokens, hidden]` this rank's tokens, bf16, f16 or f32; the experts compute in this dtype.
       config: static facts.
       mask: bool `[num_tokens]` or None; tokens with False (padding) are sent nowhere and count in no statistic.
+      expert_map: integers `[num_experts, max_replicas]` or None, see `jax_ep.dispatch`; goes with
+        `config.num_physical_experts`. The expert arrays of `params` then hold this rank's share of what
+        `jax_ep.gather_replicas` makes. Experts without a replica contribute 0.
 
     Returns:
       y: `[num_tokens, hidden]` of `x`' dtype.
@@ -166,7 +220,13 @@ def moe_block(
     (token, k) entries; z-loss of ST-MoE (Zoph et al. 2022, eq. 5).
     """
     routing = route(params.router, x, config, mask)
-    # The grouped products treat rows past the last group as padding, whatever they hold.
+    recv = dispatch_tokens(x, routing, config, expert_map)
+    y = combine_outputs(apply_experts(params, recv, config), recv, config)
+    return y, _aux(routing, recv.num_dropped, config, mask)
+
+
+def dispatch_tokens(x: jax.Array, routing: Routing, config: MoEConfig, expert_map: jax.Array | None = None) -> Recv:
+    """`dispatch` as the layer's config says; recv.x is in the dtype of `x` and is what `apply_experts` takes."""
     recv = dispatch(
         x,
         routing.topk_idx,
@@ -174,16 +234,27 @@ def moe_block(
         num_experts=config.num_experts,
         axis_name=config.axis_name,
         layout=config.layout,
-        capacity=config.capacity,
+        capacity=config.num_rows(x.shape[0], shapes.num_ranks("moe_block", config.expert_axes)),
         expert_alignment=config.expert_alignment,
-        zero_tail=False,
+        quantize=config.quantize,
+        # Grouped products skip the rows past the last group, whatever they hold. A batched product reads every row,
+        # and the gradient of its weights would multiply undefined ones by 0, which keeps a NaN.
+        zero_tail=config.layout == "batched",
+        expert_map=expert_map,
+        num_physical_experts=config.num_physical_experts,
         config=config.config,
         implementation=config.implementation,
     )
-    rows = apply_experts(params, recv, config)
+    if isinstance(recv.x, Quantized):
+        recv = dataclasses.replace(recv, x=recv.x.dequantize())
+    return recv
+
+
+def combine_outputs(rows: jax.Array, recv: Recv, config: MoEConfig) -> jax.Array:
+    """`combine` of what `apply_experts` made of `recv`."""
     # In layout "token" the experts have applied the weights.
-    y = combine(rows, recv.handle, weights=None if config.layout == "token" else recv.weights)
-    return y, _aux(routing, recv.num_dropped, config, mask)
+    weights = None if config.layout == "token" else recv.weights
+    return combine(rows, recv.handle, weights=weights, quantize=config.quantize_combine)
 
 
 def _aux(routing: Routing, num_dropped: jax.Array, config: MoEConfig, mask: jax.Array | None) -> MoEAux:
@@ -220,8 +291,9 @@ class MoE(nnx.Module):
     `nnx.get_partition_spec` gives the specs, and with `mesh` they are placed at creation.
 
     Called outside `shard_map` (under `jit`, `grad`), the layer makes its own over `mesh`: `x` is `[..., hidden]`, and
-    its flattened leading axes are split over `config.token_axes`. Called inside a `shard_map` over those axes, where
-    the parameters are the local shards, it runs `moe_block` on the local tokens.
+    its flattened leading axes are split over `config.token_axes`. With `expert_map` (traced or not, see `moe_block`)
+    the replicas' weights are gathered in the call, and their gradients summed. Called inside a `shard_map` over those
+    axes, where the parameters are the local shards, it runs `moe_block` on the local tokens.
 
     Args:
       config: static facts.
@@ -233,7 +305,8 @@ class MoE(nnx.Module):
       `(y, aux)`: y of the shape of `x`, aux as `MoEAux`.
 
     Raises:
-      ValueError: called outside `shard_map` without a mesh; mesh and config do not fit.
+      ValueError: called outside `shard_map` without a mesh, or inside with an `expert_map`; mesh and config do not
+        fit.
     """
 
     def __init__(self, config: MoEConfig, *, mesh: Mesh | None = None, param_dtype=jnp.float32, rngs: nnx.Rngs):
@@ -255,11 +328,23 @@ class MoE(nnx.Module):
         self.w_up = param(num, hidden, ffn, spec=(experts, None, None))
         self.w_down = param(num, ffn, hidden, spec=(experts, None, None))
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, MoEAux]:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None, expert_map: jax.Array | None = None
+    ) -> tuple[jax.Array, MoEAux]:
         tokens = x.reshape(-1, x.shape[-1])
         mask = None if mask is None else mask.reshape(-1)
-        run = moe_block if self._is_inside_shard_map() else self._sharded_block()
-        y, aux = run(self._params(), tokens, self.config, mask)
+        run, params = moe_block, self._params()
+        if not self._is_inside_shard_map():
+            run = self._sharded_block()
+            if expert_map is not None:
+                replicas = gather_replicas(params[1:], expert_map, self.config.num_physical_experts)
+                params = MoEParams(params.router, *replicas)
+        elif expert_map is not None:
+            raise ValueError(
+                "MoE: got expert_map inside shard_map, where a rank has only its own experts' weights to copy; call "
+                "the layer outside, or gather_replicas outside and moe_block inside"
+            )
+        y, aux = run(params, tokens, self.config, mask, expert_map)
         return y.reshape(x.shape), aux
 
     def _params(self) -> MoEParams:
@@ -280,13 +365,13 @@ class MoE(nnx.Module):
         w_gate = None if self.w_gate is None else experts
         param_specs = MoEParams(PartitionSpec(), w_gate, experts, experts)
 
-        def block(params, x, config, mask):
+        def block(params, x, config, mask, expert_map):
             return jax.shard_map(
-                lambda params, x, mask: moe_block(params, x, config, mask),
+                lambda params, x, mask, expert_map: moe_block(params, x, config, mask, expert_map),
                 mesh=self.mesh,
-                in_specs=(param_specs, tokens, None if mask is None else tokens),
+                in_specs=(param_specs, tokens, None if mask is None else tokens, PartitionSpec()),
                 out_specs=(tokens, PartitionSpec()),
-            )(params, x, mask)
+            )(params, x, mask, expert_map)
 
         return block
 

@@ -1,10 +1,12 @@
 """Expert computation of the layer in `nn`, one function per layout of the received rows.
 
-Rows that hold no token (the tail, unless dispatch zeroed it) may hold anything; nothing of them reaches a result.
+Grouped products take the layouts "expert" and "token", where rows past the last one may hold anything; a batched
+product takes "batched", where rows that hold no token are 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -30,6 +32,8 @@ def apply_experts(params: MoEParams, recv: Recv, config: MoEConfig) -> jax.Array
     """
     if config.layout == "token":
         return _apply_to_tokens(params, recv.x, recv.topk_idx, recv.weights, config)
+    if config.layout == "batched":
+        return _apply_to_batches(params, recv.x, config)
     return _apply_to_groups(params, recv.x, recv.group_sizes, config)
 
 
@@ -39,6 +43,15 @@ def _apply_to_groups(params: MoEParams, rows: jax.Array, group_sizes: jax.Array,
     def matmul(a, w):
         return grouped_matmul(a, w.astype(rows.dtype), group_sizes, implementation=config.grouped_matmul)
 
+    return _expert(params, rows, matmul, config)
+
+
+def _apply_to_batches(params: MoEParams, rows: jax.Array, config: MoEConfig) -> jax.Array:
+    """Experts on `rows` [num_local_experts, capacity, hidden]; rows that hold no token must be 0."""
+    return _expert(params, rows, lambda a, w: jnp.einsum("ech,ehf->ecf", a, w.astype(rows.dtype)), config)
+
+
+def _expert(params: MoEParams, rows: jax.Array, matmul: Callable, config: MoEConfig) -> jax.Array:
     up = matmul(rows, params.w_up)
     inner = jax.nn.silu(matmul(rows, params.w_gate)) * up if config.activation == "swiglu" else jax.nn.gelu(up)
     return matmul(inner, params.w_down)
