@@ -29,6 +29,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_ep import nn
 from jax_ep.nn import MoEConfig
 
 AXES = ("data", "expert")
@@ -47,8 +48,14 @@ def parse_args(argv=None):
     add("--heads", type=int, default=4)
     add("--experts", type=int, default=8)
     add("--topk", type=int, default=2)
-    add("--layout", choices=("expert", "token"), default="expert")
-    add("--capacity-factor", type=float, default=2.0, help="rows kept per rank over the mean; 0: worst case, no drops")
+    add(
+        "--layout",
+        choices=nn.LAYOUTS,
+        default=nn.DEFAULT_LAYOUT,
+        help="how rows reach the experts; default %(default)s",
+    )
+    add("--capacity-factor", type=float, default=2.0, help="rows kept over the mean; 0: worst case, no drops")
+    add("--quantize", action="store_true", help="rows cross in FP8, both ways; the gradients' do not")
     add("--learning-rate", type=float, default=3e-3)
     add("--implementation", choices=("auto", "cuda", "xla"), default="auto", help="of dispatch and combine")
     add("--dtype", choices=("bf16", "f32"), help="of the computation; default bf16 on GPU, else f32")
@@ -105,7 +112,9 @@ class Trainer:
             axis_name="expert",
             data_axes=("data",),
             layout=args.layout,
-            capacity=self.capacity(args.batch * args.length // mesh.size, args.capacity_factor),
+            capacity_factor=args.capacity_factor or None,
+            quantize="fp8" if args.quantize else None,
+            quantize_combine="fp8_wire" if args.quantize else None,
             implementation=None if args.implementation == "auto" else args.implementation,
         )
         schedule = optax.warmup_cosine_decay_schedule(0, args.learning_rate, min(50, args.steps // 4), args.steps)
@@ -125,14 +134,6 @@ class Trainer:
         self.shardings = {"params": params, "opt_state": opt_state, "step": shard(P())}
         self.abstract = abstract
         self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.shardings, shard(P())))
-
-    def capacity(self, num_tokens: int, factor: float) -> int | None:
-        """Rows that a rank keeps of `num_tokens` tokens per device; None, the worst case, for factor 0."""
-        args, ranks = self.args, self.mesh.shape["expert"]
-        if not factor:
-            return None
-        mean = num_tokens * (args.topk if args.layout == "expert" else min(args.topk, ranks))
-        return min(math.ceil(mean * factor), num_tokens * ranks * args.topk)
 
     def make_model(self, moe: MoEConfig) -> LanguageModel:
         """New parameters, the same for every mesh."""
@@ -196,7 +197,7 @@ class Trainer:
     def sample(self, params, num_bytes: int, temperature=0.7) -> bytes:
         """Text after PROMPT. Every device writes its own; this process's first is returned."""
         length = min(self.args.length, 64)
-        moe = dataclasses.replace(self.moe, capacity=self.capacity(length, 2 * self.args.capacity_factor))
+        moe = dataclasses.replace(self.moe, capacity_factor=2 * self.args.capacity_factor or None)
         graphdef = nnx.graphdef(nnx.eval_shape(lambda: self.make_model(moe)))
         window = np.full((self.mesh.size, length), ord("\n"), np.int32)
         window[:, -len(PROMPT) :] = list(PROMPT)

@@ -1,7 +1,7 @@
 """The examples as a user runs them, in short form: a fresh process each, with the script's own choice of devices.
 
 Covers: the worked example's numbers; training lowers the loss; plot, loss log, checkpoint and restore; the same losses
-from one process with eight devices and from two processes, and in both layouts.
+from one process with eight devices and from two processes, and in two layouts; layout "batched" with FP8 rows.
 """
 
 import json
@@ -85,6 +85,17 @@ def test_two_processes_give_the_same_losses(trained, tmp_path):
     assert "2 devices (cpu), mesh data 1 x expert 2" in text
     losses = json.loads((tmp_path / "losses.json").read_text())["losses"]
     np.testing.assert_allclose(losses, log["losses"], atol=2e-3)
+
+
+@pytest.mark.slow
+def test_batched_layout_with_fp8_rows(tmp_path):
+    """Few steps that drop rows (each expert keeps its own) already lower the loss."""
+    sizes = "--hidden 128 --ffn 32 --layers 1 --batch 8 --length 32 --steps 12 --cpu-devices 2".split()
+    more = ["--no-checkpoint", "--sample-bytes", 0, "--out", tmp_path, "--log-losses", tmp_path / "losses.json"]
+    text = run(EXAMPLES / "train_moe.py", *sizes, "--layout", "batched", "--capacity-factor", 1, "--quantize", *more)
+    losses = json.loads((tmp_path / "losses.json").read_text())["losses"]
+    assert max(float(d) for d in re.findall(r"dropped (\S+)%", text)) > 0
+    assert np.all(np.isfinite(losses)) and losses[-1] < losses[0] - 0.2
 
 
 def test_corpus_is_python_source(monkeypatch):

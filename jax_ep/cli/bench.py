@@ -5,6 +5,7 @@
     python -m jax_ep bench --ranks 1,2,4,8 --implementation cuda --layout token --png ranks.png
     python -m jax_ep bench --ranks 8 --workload W1 --layout token --first-call 5
     python -m jax_ep bench --plot r2.json r8.json --png ranks.png
+    python -m jax_ep bench --ranks 8 --workload W8        # a layer of jax_ep.nn, and where its time goes
 
 `--ranks` starts that many local processes (with MPS when they share a GPU); without it the devices of this process are
 the ranks. Every row is the time of the slowest rank. "limit" is what moving the same rows once would take at the copy
@@ -23,7 +24,7 @@ import statistics
 import tempfile
 
 from jax_ep.cli import launch
-from jax_ep.cli.benchlib import plots
+from jax_ep.cli.benchlib import block_plan, plots
 from jax_ep.cli.benchlib.plan import Plan
 from jax_ep.cli.benchlib.workloads import OPS, ROUTINGS, SENT, WORKLOADS, custom, with_tokens
 
@@ -62,9 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.add_arguments(parser, ranks_type=_numbers)
     what = parser.add_argument_group("what (several: separated by commas)")
-    what.add_argument("--workload", type=_several(WORKLOADS), default=("W1",), help=", ".join(WORKLOADS))
+    names = (*WORKLOADS, *block_plan.BLOCKS)
+    what.add_argument("--workload", type=_several(names), default=("W1",), help=", ".join(names))
     what.add_argument("--implementation", type=_several(IMPLEMENTATIONS), default=(), help=", ".join(IMPLEMENTATIONS))
-    what.add_argument("--layout", type=_several(LAYOUTS), default=("expert", "token"), help=", ".join(LAYOUTS))
+    what.add_argument("--layout", type=_several(LAYOUTS), default=(), help=", ".join(LAYOUTS))
     what.add_argument("--capacity", type=_several(("demand", "default")), default=("demand",), help="demand, default")
     what.add_argument("--op", type=_several(OPS[:3]), default=OPS[:3], help=", ".join(OPS[:3]))
     what.add_argument(
@@ -75,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     changes = parser.add_argument_group("changes to the first workload, which is then called custom")
     changes.add_argument("--tokens", type=_numbers, default=(), help="per rank; several: a workload for each")
     changes.add_argument("--hidden", type=int)
+    changes.add_argument("--ffn", type=int, help="inner size of an expert (W8)")
     changes.add_argument("--topk", type=int, dest="num_topk")
     changes.add_argument("--experts", type=int, dest="num_experts")
     changes.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
@@ -101,7 +104,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     return Plan(
         workloads=(*firsts, *others),
         implementations=args.implementation,
-        layouts=args.layout,
+        layouts=args.layout or ("expert", "token"),
         capacities=args.capacity,
         num_sms=args.num_sms,
         ops=args.op,
@@ -124,6 +127,10 @@ def main(argv: list[str]) -> int:
             parser.error("--plot needs --png: where to draw")
         plots.draw([result for path in args.plot for result in _results(path)], args.png)
         return 0
+    if any(name in block_plan.BLOCKS for name in args.workload):
+        return _block(block_plan.plan(parser, args), args)
+    if args.ffn:
+        parser.error(f"--ffn goes with {', '.join(block_plan.BLOCKS)}")
     plan = _plan(args)
     if plan.num_calls < 2:
         parser.error("--calls must be at least 2: the time of a call is a difference between programs")
@@ -140,6 +147,15 @@ def main(argv: list[str]) -> int:
             parser.error("--first-call takes one number of --ranks")
         return _first_calls(*_on(plan, args, args.ranks[0]), args.first_call)
     return _tables(plan, args)
+
+
+def _block(plan: block_plan.BlockPlan, args: argparse.Namespace) -> int:
+    if args.ranks is None:
+        from jax_ep.cli.benchlib import block  # needs Flax, which the other workloads do not
+
+        return block.run(plan)
+    how = dataclasses.replace(launch.from_arguments(args), ranks=args.ranks[0])
+    return launch.run(["-m", "jax_ep.cli.benchlib.block", plan.to_json()], how, _without_prefix)
 
 
 def _results(path: str) -> list[dict]:

@@ -179,7 +179,7 @@ class Case:
         return implementations.make(self.name, setting.workload, setting.traffic, self.layout, self.capacity, has_tail)
 
 
-def _attempt(fn):
+def attempt(fn):
     """`fn()`'s result, or the error text of the first process that failed; all processes agree."""
     result, problem = None, ""
     try:
@@ -230,7 +230,7 @@ def _case_rows(plan: Plan, machine: Machine, case: Case, full: Setting) -> Itera
     setting = case.setting
     workload, compile_ = setting.workload, compiler(setting.over)
     impl = case.implementation()
-    ready, problem = _attempt(partial(prepare, impl, compile_, setting.args))
+    ready, problem = attempt(partial(prepare, impl, compile_, setting.args))
     for op, step, operands, num_linked in _steps(plan, impl, setting.args, ready):
         default, most = default_num_sms(full, case.layout, op) if case.name == "cuda" else (None, None)
         for num_sms in sms_values(plan.num_sms, default, most) if case.is_ours else (None,):
@@ -243,7 +243,7 @@ def _case_rows(plan: Plan, machine: Machine, case: Case, full: Setting) -> Itera
             if not problem:
                 chosen = dataclasses.replace(impl, num_sms=num_sms) if case.is_ours else impl
                 timed = partial(timing.steady_us, compile_, partial(step, chosen), operands)
-                us, trouble = _attempt(partial(timed, plan.num_calls, plan.repeats, num_linked))
+                us, trouble = attempt(partial(timed, plan.num_calls, plan.repeats, num_linked))
             row["error"] = trouble
             if not trouble:
                 limit_us = machine.limit_us(plan, case, op)

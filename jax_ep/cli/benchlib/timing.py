@@ -59,7 +59,7 @@ def chain(step: Callable, num_calls: int, num_linked: int) -> Callable:
     def program(*args):
         token = jnp.zeros(1, jnp.float32)
         for _ in range(num_calls):
-            args = _after(token, args, num_linked)
+            args = after(token, args, num_linked)
             outs = lax.optimization_barrier(step(*args))  # or XLA would compute the one element that is read
             token = token + jax.tree.leaves(outs)[0].reshape(-1)[:1].astype(jnp.float32)
         return token
@@ -67,7 +67,7 @@ def chain(step: Callable, num_calls: int, num_linked: int) -> Callable:
     return program
 
 
-def _after(token, args, num_linked: int):
+def after(token, args, num_linked: int):
     """`args` with a 0 that XLA cannot foresee added to one element of each linked array: in place, no row moves."""
     leaves, tree = jax.tree.flatten(args)
     for i, leaf in enumerate(leaves[:num_linked]):
