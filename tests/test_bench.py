@@ -91,6 +91,13 @@ def test_default_capacity_has_a_limit_of_its_own(four_ranks):
     assert default.capacity == 48 and default.implementation().zero_tail and not least.implementation().zero_tail
 
 
+def test_what_does_not_fit_is_not_tried(four_ranks, monkeypatch):
+    case = measure.Case(measure.Setting.of(TINY, four_ranks), "xla", "batched", "default")
+    assert case.num_bytes == (2 * 2 * 48 + 48 + 4 * 12) * 64 and not measure._too_large(case)
+    monkeypatch.setattr(measure.timing, "exchange", lambda limits: [[case.num_bytes - 1]])
+    assert "not tried" in measure._too_large(case)
+
+
 def test_limit_over_links_is_that_of_the_busiest_rank(four_ranks):
     setting = measure.Setting.of(workloads.custom(TINY, routing="one_rank"), four_ranks)
     case = measure.Case(setting, "xla", "token", "demand")

@@ -173,6 +173,14 @@ class Case:
         """Rows of the receive array, per expert in layout "batched"."""
         return workloads.capacity(self.setting.workload, self.setting.traffic, self.layout, self.choice)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of a rank's memory, roughly: received rows twice, partial sums, x and results."""
+        workload, traffic = self.setting.workload, self.setting.traffic
+        rows = 2 * workloads.num_rows(workload, traffic, self.layout, self.capacity)
+        rows += 0 if self.layout == "token" else traffic.num_ranks * workload.num_tokens
+        return (rows + 4 * workload.num_tokens) * workload.row_bytes
+
     def implementation(self):
         """Who does it."""
         setting, has_tail = self.setting, self.choice == "default"  # which also is what zero_tail is by default
@@ -188,6 +196,15 @@ def attempt(fn):
         problem = f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
     problems = [p for p in timing.exchange(problem) if p]
     return result, (problems[0] if problems else "")
+
+
+def _too_large(case: Case) -> str:
+    """Why a case is not tried: a rank that runs out of memory in the middle of a call leaves its peers waiting."""
+    limits = timing.exchange([(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()])
+    least = min(limit for process in limits for limit in process)
+    if not least or case.num_bytes <= least:
+        return ""
+    return f"needs about {case.num_bytes / 2**30:.1f} GiB of a rank's {least / 2**30:.1f}: not tried"
 
 
 def steady(plan: Plan, show: Callable[[dict], None], say: Callable[[str], None]) -> dict:
@@ -230,7 +247,9 @@ def _case_rows(plan: Plan, machine: Machine, case: Case, full: Setting) -> Itera
     setting = case.setting
     workload, compile_ = setting.workload, compiler(setting.over)
     impl = case.implementation()
-    ready, problem = attempt(partial(prepare, impl, compile_, setting.args))
+    ready, problem = None, _too_large(case) if case.is_ours else ""
+    if not problem:
+        ready, problem = attempt(partial(prepare, impl, compile_, setting.args))
     for op, step, operands, num_linked in _steps(plan, impl, setting.args, ready):
         default, most = default_num_sms(full, case.layout, op) if case.name == "cuda" else (None, None)
         for num_sms in sms_values(plan.num_sms, default, most) if case.is_ours else (None,):
