@@ -171,14 +171,30 @@ def test_what_follows_from_the_rows():
 
 
 def test_curves_take_the_default_number_of_sms():
-    w3 = WORKLOADS["W3"]
+    w3, alone = WORKLOADS["W3"], WORKLOADS["W6-alone"]
     rows = [_row(9.0, workload=w3), _row(4.0), _row(5.0, num_sms=12, is_default=True), _row(6.0, num_ranks=2)]
-    assert plots.points(rows[:3], "tokens") == {
-        ("8 ranks", "dispatch"): {"cuda token demand": [(4096, 5.0, 100.0), (8192, 9.0, 100.0)]}
-    }
-    assert plots.points(rows[1:], "ranks")["4096 tokens", "dispatch"] == {
-        "cuda token demand": [(2, 6.0, 100.0), (8, 5.0, 100.0)]
-    }
+    rows.append(_row(1.0, workload=alone))
+    of_dispatch = ("dispatch", "cuda token demand")
+    assert plots.points(rows, "tokens", 2) == [("R = 8", {of_dispatch: [(4096, 5.0, 100.0), (8192, 9.0, 100.0)]})]
+    assert plots.points(rows, "ranks", 2) == [("4096 tokens", {of_dispatch: [(2, 6.0, 100.0), (8, 5.0, 100.0)]})]
+    assert plots.points(rows, "tokens", 3) == []
+
+
+def test_runs_of_several_numbers_of_ranks_become_one_file(tmp_path, monkeypatch):
+    """Rows of the processes with another flag join those of the same ranks; a failure loses nothing measured."""
+
+    def measured(plan, how):
+        if how.ranks == 4:
+            return {}, 7
+        return {"num_ranks": how.ranks, "rows": [plan.implementations[0] + plan.suffix, plan.ranks_per_device]}, 0
+
+    monkeypatch.setattr(bench, "_measured", measured)
+    out = tmp_path / "all.json"
+    words = "--ranks 2,4,8 --platform cpu --implementation cuda,ragged-decomposed --json"
+    assert bench.main([*words.split(), str(out)]) == 7
+    assert [(r["num_ranks"], r["rows"]) for r in bench._results(str(out))] == [
+        (n, ["cuda", n, "ragged-decomposed", n]) for n in (2, 8)
+    ]
 
 
 def test_plot_command_draws_several_files(tmp_path):

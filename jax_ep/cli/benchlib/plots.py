@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 BLUE, RED = "#4477aa", "#cc3311"
+LEAST_POINTS = {"tokens": 3, "ranks": 2}  # of a curve against these; with fewer, bars say more
 COLOURS = (BLUE, "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 
 
 def draw(results: list[dict], path: str) -> None:
-    """Writes a PNG: curves where number of ranks or of tokens varies between rows, else bars."""
+    """Writes a PNG: curves where numbers of tokens or of ranks vary between rows, else bars."""
     try:
         import matplotlib
     except ImportError:
@@ -20,22 +21,16 @@ def draw(results: list[dict], path: str) -> None:
     if not rows:
         print(f"{path} not drawn: nothing was measured")
         return
-    over = _variable(results, rows)
-    figure = _curves(plt, rows, over) if over else _bars(plt, rows)
+    panels = [
+        (over, fixed, curves) for over, least in LEAST_POINTS.items() for fixed, curves in points(rows, over, least)
+    ]
+    figure = _curves(plt, rows, panels) if panels else _bars(plt, rows)
     first = results[0]
     ranks = ", ".join(str(r) for r in dict.fromkeys(result["num_ranks"] for result in results))
-    figure.suptitle(f"{first['device']}, {ranks} ranks, jax {first['jax']}", fontsize=10)
+    figure.suptitle(f"{first['device']}, R = {ranks}, jax {first['jax']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def _variable(results: list[dict], rows: list[dict]) -> str | None:
-    """What a plot is drawn against: "ranks" where results differ in them, "tokens" where shapes differ in them."""
-    if len({result["num_ranks"] for result in results}) > 1:
-        return "ranks"
-    uniform = [row["of"] for row in rows if row["of"]["routing"] == "uniform" and row["of"]["sent"] == "rows"]
-    return "tokens" if len({of["num_tokens"] for of in uniform}) > 2 else None
 
 
 def _bars(plt, rows: list[dict]):
@@ -57,7 +52,8 @@ def _bars(plt, rows: list[dict]):
             axis.set_yticks(range(len(shown)), [_bar_label(row) for row in shown])
             axis.bar_label(bars, [f"{row['us']:.0f}" for row in shown], padding=3, fontsize=8)
             for y, row in enumerate(shown):
-                axis.plot([row["limit_us"]] * 2, [y - 0.4, y + 0.4], color=RED, linewidth=2)
+                if row["limit_us"]:  # 0: nothing crosses
+                    axis.plot([row["limit_us"]] * 2, [y - 0.4, y + 0.4], color=RED, linewidth=2)
             axis.set_xscale("log")
             axis.xaxis.set_minor_formatter(NullFormatter())
             axis.margins(x=0.15)
@@ -72,57 +68,61 @@ def _bar_label(row: dict) -> str:
     return " ".join(filter(None, (row["implementation"], row["layout"], row["capacity"], sms)))
 
 
-def points(rows: list[dict], over: str) -> dict[tuple[str, str], dict[str, list[tuple]]]:
-    """Curves of a plot: {(what is fixed, op): {label: [(ranks or tokens, us, limit_us), ...] in order}}.
+def points(rows: list[dict], over: str, least: int) -> list[tuple[str, dict]]:
+    """Curves against "tokens" or "ranks": [(what is fixed, {(op, label): [(x, us, limit_us), ...] by x}), ...].
 
-    Of several numbers of SMs it takes the default one, else the fastest.
+    Where no curve has `least` points there is no entry. Of several numbers of SMs the default counts, else the fastest.
     """
     chosen: dict[tuple, dict] = {}
     for row in rows:
         of = row["of"]
-        if row["num_ranks"] == 1 and of["routing"] == "alone":
-            continue  # the group of one that empty peers are compared with
-        x, fixed = (row["num_ranks"], of["num_tokens"]) if over == "ranks" else (of["num_tokens"], row["num_ranks"])
-        fixed_label = f"{fixed} tokens" if over == "ranks" else f"{fixed} ranks"
-        kind = [of["routing"]] if of["routing"] != "uniform" else []
-        kind += [f"{of['sent']} (FP8)" if of["sent"] == "pair" else of["sent"]] if of["sent"] != "rows" else []
+        if of["routing"] == "alone":
+            continue  # bytes do not grow with its ranks
+        x, fixed = of["num_tokens"], f"R = {row['num_ranks']}"
+        if over == "ranks":
+            x, fixed = row["num_ranks"], f"{of['num_tokens']} tokens"
+        kind = [
+            "" if of["routing"] == "uniform" else of["routing"],
+            "" if of["sent"] == "rows" else f"FP8 {of['sent']}",
+        ]
         label = " ".join(filter(None, (row["implementation"], row["layout"], row["capacity"], *kind)))
-        key = (fixed_label, row["op"], label, x)
-        rank = (not row["is_default"], row["us"])
-        if key not in chosen or rank < (not chosen[key]["is_default"], chosen[key]["us"]):
+        key = (x, fixed, row["op"], label)
+        if key not in chosen or _preference(row) < _preference(chosen[key]):
             chosen[key] = row
-    panels: dict[tuple[str, str], dict[str, list[tuple]]] = {}
-    for (fixed_label, op, label, x), row in sorted(chosen.items(), key=lambda item: item[0][3]):
-        panels.setdefault((fixed_label, op), {}).setdefault(label, []).append((x, row["us"], row["limit_us"]))
-    return panels
+    groups: dict[str, dict] = {}
+    for (x, fixed, op, label), row in sorted(chosen.items(), key=lambda item: item[0][0]):
+        groups.setdefault(fixed, {}).setdefault((op, label), []).append((x, row["us"], row["limit_us"]))
+    return [(fixed, curves) for fixed, curves in groups.items() if max(map(len, curves.values())) >= least]
 
 
-def _curves(plt, rows: list[dict], over: str):
-    """Time against `over`, one line of panels per value of the other, a panel per op; dashed: the limit."""
+def _preference(row: dict) -> tuple:
+    return not row["is_default"], row["us"]
+
+
+def _curves(plt, rows: list[dict], panels: list[tuple[str, str, dict]]):
+    """A line of panels per group of `points`, a panel per op; dashed: the limit."""
     from matplotlib.ticker import NullFormatter
 
-    panels = points(rows, over)
-    fixed = list(dict.fromkeys(f for f, _ in panels))
     ops = list(dict.fromkeys(row["op"] for row in rows))
-    figure, axes = plt.subplots(len(fixed), len(ops), figsize=(5.5 * len(ops), 1 + 4 * len(fixed)), squeeze=False)
-    for line, name in zip(axes, fixed, strict=True):
+    figure, axes = plt.subplots(len(panels), len(ops), figsize=(5.5 * len(ops), 1 + 4 * len(panels)), squeeze=False)
+    for line, (over, fixed, curves) in zip(axes, panels, strict=True):
         for axis, op in zip(line, ops, strict=True):
-            ticks = set()
-            for colour, (label, curve) in enumerate(panels.get((name, op), {}).items()):
+            here = {label: curve for (of, label), curve in curves.items() if of == op}
+            for colour, (label, curve) in enumerate(here.items()):
                 xs, us, limits = zip(*curve, strict=True)
-                ticks |= set(xs)
-                style = {"color": COLOURS[colour % len(COLOURS)]}
-                axis.plot(xs, us, marker="o", markersize=4, label=label, **style)
-                if any(limits):
+                style = {"color": COLOURS[colour % len(COLOURS)], "markersize": 4}
+                axis.plot(xs, us, marker="o", label=label, **style)
+                if all(limits):
                     axis.plot(xs, limits, linestyle="--", linewidth=1, **style)
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
-            axis.set_xticks(sorted(ticks), [str(x) for x in sorted(ticks)])
+            ticks = sorted({x for curve in here.values() for x, *_ in curve})
+            axis.set_xticks(ticks, [str(x) for x in ticks])
             axis.xaxis.set_minor_formatter(NullFormatter())
             axis.set_xlabel("tokens per rank" if over == "tokens" else "ranks")
-            axis.set_title(f"{op}, {name}, µs (dashed: limit)", fontsize=9)
-            axis.grid(alpha=0.3)
-            axis.tick_params(labelsize=8)
-            if ticks:
+            axis.set_title(f"{op}, {fixed}, µs (dashed: limit)", fontsize=9)
+            axis.grid(which="both", alpha=0.3)
+            axis.tick_params(which="both", labelsize=8)
+            if here:
                 axis.legend(fontsize=7)
     return figure
