@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jax_ep import bootstrap, lowering, tuning
 from jax_ep.cli import bench
 from jax_ep.cli.benchlib import findings, implementations, measure, plots, timing, workloads
 from jax_ep.cli.benchlib.plan import Plan
@@ -335,3 +337,30 @@ def test_doctor_command(tmp_path):
 def test_unknown_command_shows_the_known_ones(tmp_path):
     done = _jax_ep("dance", cwd=tmp_path)
     assert done.returncode == 2 and all(word in done.stdout for word in ("doctor", "launch", "bench"))
+
+
+def test_marked_numbers_of_sms_are_those_that_calls_take(four_ranks, monkeypatch):
+    """Lowered for CUDA with set-up replaced by its answers, as in test_lowering.py."""
+    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "")
+    monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None: None)
+    monkeypatch.setattr(bootstrap, "bind", lambda *call_site: None)
+    monkeypatch.setattr(bootstrap, "placement", lambda groups, config=None: tuning.Placement(48, 1, 1))
+    monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20))
+    workload = WORKLOADS["W1q"]
+    sizes = {"x": ((4 * 4096, 7168), "bfloat16"), "idx": ((4 * 4096, 8), "int32"), "w": ((4 * 4096, 8), "float32")}
+    args = tuple(jax.ShapeDtypeStruct(*size) for size in sizes.values())
+    traffic = Traffic.of(workloads.topk_idx(workload, 4), workload.num_experts)
+    setting = measure.Setting(workload, traffic, four_ranks, args)
+    impl, compile_ = measure.Case(setting, "cuda", "expert", "demand").implementation(), measure.compiler(four_ranks)
+
+    def received(*args):
+        rows, state = impl.dispatch(*args)
+        return impl.expert(rows, state), state
+
+    taken = {}
+    for op, step, operands, _ in measure._steps(PLAN, impl, args, (*jax.eval_shape(compile_(received), *args), 0.0)):
+        program = compile_(functools.partial(step, impl)).trace(*operands)
+        text = program.lower(lowering_platforms=("cuda",)).as_text()
+        taken[op] = [int(n) for n in re.findall(r"num_sms = (\d+)", text)]
+        assert taken[op] == [measure.default_num_sms(setting, "expert", op)[0]], op
+    assert taken["dispatch"] != taken["combine"]  # or the test says little
