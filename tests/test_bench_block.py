@@ -105,6 +105,15 @@ def test_options_that_do_not_fit(words, capsys):
     assert "W8" in capsys.readouterr().err
 
 
+def test_rows_with_everything_without_statistics_and_with_an_error():
+    us = dict.fromkeys((*block.PARTS, "block"), 1.5) | {"statistics": 2.5}
+    row = {"workload": "W8", "implementation": "xla", "experts": "batched + einsum", "capacity": "demand"}
+    row |= {"capacity_rows": 128, "error": "", "us": us, "rest_percent": 20.0}
+    assert block.format_row(row).split()[-3:] == ["1.5", "20.0", "2.5"]
+    assert block.format_row(row | {"us": us | {"statistics": None}}).split()[-2:] == ["20.0", "-"]
+    assert block.format_row(row | {"error": "Nope: reason"}).endswith("128        Nope: reason")
+
+
 @pytest.mark.multiprocess
 def test_command_on_two_processes(tmp_path):
     words = "--workload W8 --tokens 8 --hidden 16 --ffn 8 --experts 4 --layout batched --calls 2 --repeats 2".split()

@@ -41,8 +41,9 @@ def format_row(row: dict) -> str:
     start = f"{row['workload']:<10}{row['implementation']:<16}{row['experts']:<20}{capacity:<16}"
     if row["error"]:
         return f"{start}  {row['error']}"
-    figures = (*(row["us"][part] for part in (*PARTS, "block")), row["rest_percent"], row["us"]["statistics"])
-    return start + "".join(f"{figure:>10.1f}" for figure in figures)
+    us = row["us"]
+    figures = (*(us[part] for part in (*PARTS, "block")), row["rest_percent"], us["statistics"])
+    return start + "".join(f"{'-':>10}" if figure is None else f"{figure:>10.1f}" for figure in figures)
 
 
 def run(plan: BlockPlan) -> int:
@@ -61,7 +62,7 @@ def run(plan: BlockPlan) -> int:
 
     result = report.environment() | {"num_ranks": jax.device_count(), "blocks": []}
     say(HEADER)
-    breakdown(plan, measure.mesh(), show)
+    breakdown(plan, measure.mesh(), show, say)
     if is_first and plan.png_path:
         draw(result, plan.png_path)
     return 0
@@ -77,7 +78,7 @@ def compiler(over: Mesh) -> Callable:
     return compile_
 
 
-def breakdown(plan: BlockPlan, over: Mesh, show_row: Callable[[dict], None]) -> None:
+def breakdown(plan: BlockPlan, over: Mesh, show_row: Callable[[dict], None], say: Callable[[str], None]) -> None:
     """Measures all rows of the table; each is shown as soon as it is there."""
     num_ranks, block = over.devices.size, plan.block
     num_tokens = plan.num_tokens or max(block.total_tokens // num_ranks, 1)
@@ -88,6 +89,9 @@ def breakdown(plan: BlockPlan, over: Mesh, show_row: Callable[[dict], None]) -> 
     loads = _loads(base, operands, compile_, num_ranks)
     token = jax.device_put(np.zeros(num_ranks, np.float32), NamedSharding(over, PartitionSpec(AXIS)))
     clock = block_parts.Clock(lambda fn: compile_(fn, donate_argnums=1), operands, token, plan.num_calls, plan.repeats)
+    _, no_sums = measure.attempt(lambda: jax.block_until_ready(compile_(lambda a: a + lax.psum(a, AXIS))(token)))
+    if no_sums:  # NCCL refuses some ways in which ranks share a GPU
+        say(f"no statistics, as XLA's own collectives do not work between these ranks: {no_sums}")
     shared: dict = {}  # shared: parts without communication, which implementations have in common
     for name in implementations:
         for layout, choice in ((la, ch) for la in plan.layouts for ch in plan.capacities):
@@ -99,10 +103,14 @@ def breakdown(plan: BlockPlan, over: Mesh, show_row: Callable[[dict], None]) -> 
                 config=jax_ep.Config(num_sms=plan.num_sms),
             )
             is_slow = name == "xla" and jax.default_backend() == "gpu"
-            measured, problem = measure.attempt(partial(_measure, clock, compile_, config, is_slow, shared))
+            measured, problem = measure.attempt(
+                partial(_measure, clock, compile_, config, is_slow, not no_sums, shared)
+            )
             row = {"workload": block.name, "implementation": name, "layout": layout, "experts": _experts(layout, block)}
             row |= {"capacity": choice, "capacity_rows": config.capacity, "num_tokens": num_tokens, "error": problem}
-            if not problem:
+            if problem:  # operands of what failed may be gone
+                clock.operands.update(_operands(block, num_tokens, over, compile_))
+            else:
                 row |= {"us": measured, "rest_percent": 100 * measured["rest"] / measured["block"]}
             show_row(row)
 
@@ -157,8 +165,13 @@ def _experts(layout: str, block: Block) -> str:
     return f"{layout} + {grouped_gemm.default_implementation(block.dtype, block.hidden, block.ffn)}"
 
 
-def _measure(clock: block_parts.Clock, compile_: Callable, config: nn.MoEConfig, is_slow: bool, shared: dict) -> dict:
-    """µs by part. `shared` keeps those without communication, which all implementations have in common."""
+def _measure(
+    clock: block_parts.Clock, compile_: Callable, config: nn.MoEConfig, is_slow: bool, has_sums: bool, shared: dict
+) -> dict:
+    """µs by part; "statistics" is None without `has_sums`.
+
+    `shared` keeps the parts without communication, which all implementations have in common.
+    """
     operands = clock.operands
     routing, recv = compile_(block_parts.prepare(config))(operands["params"], operands["x"])
     dropped = max(timing.exchange(max(int(s.data[0]) for s in recv.num_dropped.addressable_shards)))
@@ -177,9 +190,10 @@ def _measure(clock: block_parts.Clock, compile_: Callable, config: nn.MoEConfig,
     us["rest"] = -sum(us.values())
     us["block"] = clock.us(block_parts.block(config), "params", "x", "g", is_slow=is_slow)
     us["rest"] += us["block"]
-    us["statistics"] = (
-        clock.us(block_parts.block_with_statistics(config), "params", "x", "g", is_slow=is_slow) - us["block"]
-    )
+    us["statistics"] = None
+    if has_sums:
+        with_statistics = clock.us(block_parts.block_with_statistics(config), "params", "x", "g", is_slow=is_slow)
+        us["statistics"] = with_statistics - us["block"]
     return us
 
 
@@ -198,7 +212,7 @@ def draw(result: dict, path: str) -> None:
     figure, axis = plt.subplots(figsize=(11, 1.5 + 0.6 * len(rows)))
     left = np.zeros(len(rows))
     for part in (*PARTS, "statistics"):
-        width = np.maximum([r["us"][part] for r in rows], 0.0)
+        width = np.maximum([r["us"][part] or 0.0 for r in rows], 0.0)
         axis.barh(labels, width, left=left, label=part)
         left = left + width
     axis.invert_yaxis()
