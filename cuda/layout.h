@@ -162,6 +162,7 @@ struct Peer {
   char *arena;           // the peer's arena as this device sees it
   char *pool;            // base of the peer's XLA pool as this device sees it; null: not mapped
   uint64_t same_process; // 1: announced buffers are addresses, not pool offsets
+  uint64_t is_other_gpu; // 1: rows for it cross a link
 };
 
 // Failure record of one rank in one arena: pinned host memory, written once by the device (code last, after a

@@ -67,7 +67,7 @@ Loopback::Loopback(int device, const LoopbackShape &shape) : device_(device), sh
   for (int r = 0; r < shape.num_ranks; ++r) {
     arenas_.push_back(allocate(arena_shape_.bytes()));
     check(cudaMemset(arenas_[r], 0, arena_shape_.bytes()), "cudaMemset");
-    peers.push_back({arenas_[r], nullptr, 1});
+    peers.push_back({arenas_[r], nullptr, 1, shape.crosses_once});
     for (const auto &[name, bytes] : sizes_) buffers_[name].push_back(allocate(bytes));
     cudaStream_t stream;
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");

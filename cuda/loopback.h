@@ -18,6 +18,7 @@ struct LoopbackShape {
   int num_ranks, num_tokens, num_topk, num_experts, row_bytes, capacity, alignment; // row_bytes: of x and y
   int side_bytes = 0;                      // of a row that travels beside x; ignored when dispatch quantises
   int window = -1;
+  bool crosses_once = false;               // as if each rank had a GPU of its own (Peer::is_other_gpu)
   Quantize quantize = Quantize::kNone;     // of dispatch
   Quantize wire = Quantize::kNone;         // of combine
   Layout layout;

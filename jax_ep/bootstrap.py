@@ -262,7 +262,8 @@ def bind(
             module.add_process(other, record["address"], bytes.fromhex(record["nonce"]))
     process.wait_warm(deadline)
     left = max(0.001, deadline - time.monotonic())
-    module.bind(key, records.with_ordinals(groups, known), index, num_ranks, count_words, staging_bytes, most, left)
+    members, gpus = records.with_ordinals(groups, known), records.gpu_numbers(groups, known)
+    module.bind(key, members, index, num_ranks, count_words, staging_bytes, most, left, gpus)
 
 
 def bind_callback(*call_site: Any) -> str:

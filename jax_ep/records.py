@@ -139,6 +139,13 @@ def with_ordinals(groups: Groups, records: Mapping[int, Record]) -> list[list[tu
     return [[(int(p), devices[int(p), int(d)]["local_hardware_id"]) for p, d in one] for one in groups]
 
 
+def gpu_numbers(groups: Groups, records: Mapping[int, Record]) -> list[list[int]]:
+    """A number per member; equal numbers mean the same physical GPU."""
+    devices = _devices(groups, records)
+    numbers: dict[str, int] = {}
+    return [[numbers.setdefault(devices[int(p), int(d)]["uuid"], len(numbers)) for p, d in one] for one in groups]
+
+
 def why_not(groups: Groups, records: Mapping[int, Record]) -> str:
     """Why `groups` cannot exchange rows over CUDA, or "". Takes the records of all processes in `groups`."""
     for process in sorted(records):

@@ -296,7 +296,8 @@ def test_two_processes_set_up_and_bind(monkeypatch):
     assert ("add_process", 1, "service-1", nonce) in calls
     assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 0, 5.0) == ""  # attaches: no second bind
     (bind,) = [c for c in calls if c[0] == "bind"]
-    assert bind[:-1] == ("bind", "key", [[(0, 0), (1, 1)]], 0, 2, 512, 1 << 20, 132) and 0 < bind[-1] <= 5
+    assert bind[:8] == ("bind", "key", [[(0, 0), (1, 1)]], 0, 2, 512, 1 << 20, 132) and 0 < bind[8] <= 5
+    assert bind[9] == [[0, 1]]  # two GPUs, by their UUIDs
     assert bootstrap.records_ms() >= 0
 
 

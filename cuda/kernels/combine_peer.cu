@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // 1 reduce
   if (p.partial) {
     // A slot's only row is read where it is, except by peers that cannot; dropped slots are 0 for those alone.
-    const bool has_all = kWire || any_staged(p.call, pushes_to, never);
+    const bool has_all = kWire || any_pair(p.call, pushes_to, never);
     reduce_slots<kType, kBulk, kWire>(p, plan, shared, has_all ? 0 : 2, parity);
     ok = session.grid_barrier(); // all partials written; the leader's announce publishes them
   }
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     bulk_fence(); // peers wrote their rows through the generic proxy; we acquired them and now bulk-load
     auto drains_from = [&](int r) { return session.announce_of(r)->is_staged != 0; };
     const Rounds rounds(p.call, p.num_tokens);
-    if (any_staged(p.call, pushes_to, drains_from)) { // 3 push and 4 pull, round by round
+    if (any_pair(p.call, pushes_to, drains_from)) { // 3 push and 4 pull, round by round
       run_rounds(session, rounds, pushes_to, drains_from, [&](int round) { push_slots(p, rounds, round); },
                  [&](int round) {
                    bulk_fence(); // records of this round came through the generic proxy

@@ -8,13 +8,14 @@
 //   3 place     every block turns counts into final rows (route.cuh)
 //   4 move      a warp loads a row once, quantises it if asked, and stores it to every destination (move.cuh); spare
 //               warps zero what nobody writes (receive.cuh)
-//   5 stage     rows for ranks whose buffers are out of reach, in rounds (staging.cuh); usually none
-//   6 leave     leader publishes finish and waits for every peer's
+//   5 copy      rows that crossed a link once, for the other experts of their token (copy_received.cuh); none on one GPU
+//   6 stage     rows for ranks whose buffers are out of reach, in rounds (stage_dispatch.cuh); usually none
+//   7 leave     leader publishes finish and waits for every peer's
 // Idea of final rows from exchanged counts: Hybrid-EP; of one shared-memory copy stored to all destinations:
 // DeepEP V2 (see docs/adding_a_kernel.md for sources).
 #include "cuda/kernels/dispatch_peer.h"
 
-#include "cuda/kernels/move.cuh"
+#include "cuda/kernels/copy_received.cuh"
 #include "cuda/kernels/receive.cuh"
 #include "cuda/kernels/stage_dispatch.cuh"
 
@@ -127,13 +128,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       bulk_fence(); // the page was written through the generic proxy; so was the room that loads now overwrite
     }
     __syncthreads();
-    if constexpr (kBulk) move_rows_bulk<kRoute, kQuantize>(p, plan.move, shared + plan.room, bars, peers);
-    else move_rows_vector<kRoute, kQuantize>(p, plan.move, shared + plan.room, peers);
+    unsigned parity = 0;
+    const SentRows<kRoute, kQuantize> rows(p, peers, plan.move.num_warps);
+    if constexpr (kBulk) parity = move_rows_bulk(p, plan.move, shared + plan.room, bars, parity, rows);
+    else move_rows_vector(p, plan.move, shared + plan.room, rows);
     zero_rest<kRoute, kBulk>(p, kBulk ? plan.move.num_warps : 0, shared + plan.zeros, kZeroPage, own);
-    // 5 stage
+    // 5 copy
+    copy_received<kBulk>(p, session, plan.move, shared + plan.room, bars, parity);
+    // 6 stage
     stage_dispatch<kRoute, kQuantize>(p, session);
   }
-  // 6 leave
+  // 7 leave
   const bool is_complete = session.leave();
   if (!session.is_leader()) return;
   if (!is_complete) poison(p.outputs, threadIdx.x, kThreads);

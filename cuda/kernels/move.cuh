@@ -25,7 +25,8 @@ struct Destination {
   int token, expert, rank, row, slot;
   float weight;
   bool is_first; // first entry of the token for this rank
-  bool has_row;  // a row goes to `row` of a rank whose buffers can be reached
+  bool is_kept;  // the entry becomes a row of a rank whose buffers can be reached
+  bool has_row;  // ... and the row goes there from here, not as a copy that the receiver makes
 
   __device__ Destination() : token(INT_MAX) {}
   __device__ Destination(const DispatchParams &p, const PeerBuffers *peers, int token_, int lane) : token(token_) {
@@ -41,7 +42,9 @@ struct Destination {
     is_first = rank >= 0 && (same & ((1u << lane) - 1)) == 0;
     // Token layout: one row per rank, and dst_row equals slot.
     slot = !is_first ? -1 : p.is_token_layout() ? row : p.slot[int64_t(token) * p.call.num_ranks + rank];
-    has_row = row >= 0 && (!p.is_token_layout() || is_first) && peers[rank].is_reachable();
+    is_kept = row >= 0 && (!p.is_token_layout() || is_first) && peers[rank].is_reachable();
+    const unsigned kept = __ballot_sync(kFullWarp, is_kept);
+    has_row = is_kept && (!peers[rank].is_other_gpu || (same & kept & ((1u << lane) - 1)) == 0);
   }
 };
 
@@ -62,7 +65,7 @@ template <bool kRoute> __device__ __forceinline__ void send_scalars(const Dispat
                                                                     const Destination &to, int lane) {
   const int num_topk = p.call.num_topk;
   const bool is_token_layout = p.is_token_layout();
-  if (!is_token_layout && p.recv_weights && to.has_row) peers[to.rank].get<float>(kScalars)[to.row] = to.weight;
+  if (!is_token_layout && p.recv_weights && to.is_kept) peers[to.rank].get<float>(kScalars)[to.row] = to.weight;
   if (!kRoute && !(is_token_layout && p.recv_weights)) return;
   unsigned todo = __ballot_sync(kFullWarp, to.slot >= 0 && peers[to.rank].is_reachable());
   for (; todo; todo &= todo - 1) {
@@ -80,12 +83,11 @@ template <bool kRoute> __device__ __forceinline__ void send_scalars(const Dispat
   }
 }
 
-// The side row at `src` to every row of the token. Any width: words where it is a multiple of 4, else bytes.
-template <class Unit> __device__ __forceinline__ void send_side_units(const DispatchParams &p, const PeerBuffers *peers,
-                                                                      const Destination &to, const char *src, int lane) {
-  const int64_t units = p.call.side_bytes / int64_t(sizeof(Unit));
-  const unsigned all = __ballot_sync(kFullWarp, to.has_row);
-  char *dst = to.has_row ? peers[to.rank].at[kSide] + to.row * p.call.side_bytes : nullptr;
+// The side row at `src` to each lane's `dst` (null: none). Any width: words where it is a multiple of 4, else bytes.
+template <class Unit>
+__device__ __forceinline__ void copy_side_units(const char *src, char *dst, int64_t side_bytes, int lane) {
+  const int64_t units = side_bytes / int64_t(sizeof(Unit));
+  const unsigned all = __ballot_sync(kFullWarp, dst != nullptr);
   for (int64_t first = 0; first < units; first += kWarpSize) {
     const int64_t i = first + lane;
     const Unit v = i < units ? reinterpret_cast<const Unit *>(src)[i] : Unit{};
@@ -95,54 +97,129 @@ template <class Unit> __device__ __forceinline__ void send_side_units(const Disp
     }
   }
 }
-__device__ __forceinline__ void send_side(const DispatchParams &p, const PeerBuffers *peers, const Destination &to,
-                                          const char *src, int lane) {
-  if (!p.recv_side) return;
-  if (p.call.side_bytes % 4 == 0) send_side_units<uint32_t>(p, peers, to, src, lane);
-  else send_side_units<uint8_t>(p, peers, to, src, lane);
+__device__ __forceinline__ void copy_side(const char *src, char *dst, int64_t side_bytes, int lane) {
+  if (side_bytes % 4 == 0) copy_side_units<uint32_t>(src, dst, side_bytes, lane);
+  else copy_side_units<uint8_t>(src, dst, side_bytes, lane);
 }
 
-// `room`: MovePlan::warp_bytes per warp. `bars`: two per warp.
-template <bool kRoute, bool kQuantize>
-__device__ void move_rows_bulk(const DispatchParams &p, const MovePlan &plan, char *room, BulkBarrier *bars,
-                               const PeerBuffers *peers) {
+// What a warp moves, one row after the other: the rows of the operand that this warp sends.
+template <bool kRoute, bool kQuantizes> struct SentRows {
+  using Item = Destination;
+  static constexpr bool kQuantize = kQuantizes;
+  const DispatchParams &p;
+  const PeerBuffers *peers;
+  int token, step, end; // the next one to look at
+
+  __device__ SentRows(const DispatchParams &p_, const PeerBuffers *peers_, int num_warps)
+      : p(p_), peers(peers_), step(num_warps) {
+    const TokenRange mine = block_tokens(p.num_tokens);
+    token = mine.begin + int(threadIdx.x / kWarpSize), end = mine.end;
+  }
+  __device__ Item next(int lane) {
+    const Item item = next_destination(p, peers, token, step, end, lane);
+    token = item.token < end ? item.token + step : end;
+    return item;
+  }
+  __device__ bool is_end(const Item &item) const { return item.token == INT_MAX; }
+  __device__ int bytes() const { return int(p.x_bytes); }
+  __device__ const char *src(const Item &item) const { return p.x + item.token * p.x_bytes; }
+  __device__ char *dst(const Item &item) const {
+    return item.has_row ? peers[item.rank].at[kRows] + item.row * p.call.row_bytes : nullptr;
+  }
+  // After a row's stores were issued. `scales`: of the row, when it was quantised here.
+  __device__ void finish(const Item &item, const char *scales, int lane) const {
+    if (p.recv_side) {
+      char *side = item.has_row ? peers[item.rank].at[kSide] + item.row * p.call.side_bytes : nullptr;
+      copy_side(kQuantize ? scales : p.side + item.token * p.call.side_bytes, side, p.call.side_bytes, lane);
+    }
+    send_scalars<kRoute>(p, peers, item, lane);
+  }
+};
+
+// Copies that a receiver makes: rows that crossed a link once, for the other experts of their token.
+struct ReceivedRows {
+  struct Item { int row, first; bool is_copy, is_end; }; // row `first` of recv_x also becomes this lane's `row`
+  static constexpr bool kQuantize = false;
+  static constexpr int kBatch = 4; // slots that a warp looks through at a time
+  const DispatchParams &p;
+  int source = -1, at = 0, end = 0, warp, num_warps; // slots [at, end) of `source` are left to look at
+  int base = 0;
+  unsigned found = 0; // slots base + bit have copies to be made
+
+  __device__ ReceivedRows(const DispatchParams &p_, int warps)
+      : p(p_), warp(int(blockIdx.x) * warps + int(threadIdx.x / kWarpSize)), num_warps(int(gridDim.x) * warps) {}
+
+  __device__ Item next(int lane) {
+    const int num_topk = p.call.num_topk, num_ranks = p.call.num_ranks;
+    while (!found) {
+      while (at >= end) {
+        if (++source >= num_ranks) {
+          source = num_ranks;
+          return {-1, -1, false, true};
+        }
+        const Peer &peer = p.call.peers[source];
+        if (!p.call.crosses_once(source, peer, p.layout) || p.call.is_staged_for(source, peer)) continue;
+        at = p.recv_offsets[source] + warp * kBatch, end = p.recv_offsets[source + 1];
+      }
+      base = at, at += num_warps * kBatch;
+      int rows = 0;
+      if (lane < kBatch && base + lane < end)
+        for (int k = 0; k < num_topk; ++k) rows += p.slot_meta[int64_t(base + lane) * num_topk + k] >= 0;
+      found = __ballot_sync(kFullWarp, rows > 1);
+    }
+    const int64_t slot = base + __ffs(found) - 1;
+    found &= found - 1;
+    const int row = lane < num_topk ? p.slot_meta[slot * num_topk + lane] : -1;
+    const int from = __ffs(__ballot_sync(kFullWarp, row >= 0)) - 1;
+    return {row, __shfl_sync(kFullWarp, row, from), row >= 0 && lane != from, false};
+  }
+  __device__ bool is_end(const Item &item) const { return item.is_end; }
+  __device__ int bytes() const { return int(p.call.row_bytes); }
+  __device__ const char *src(const Item &item) const { return p.recv_x + item.first * p.call.row_bytes; }
+  __device__ char *dst(const Item &item) const {
+    return item.is_copy ? p.recv_x + item.row * p.call.row_bytes : nullptr;
+  }
+  __device__ void finish(const Item &item, const char *, int lane) const {
+    const int64_t side = p.call.side_bytes;
+    if (p.recv_side) copy_side(p.recv_side + item.first * side, item.is_copy ? p.recv_side + item.row * side : nullptr, side, lane);
+  }
+};
+
+// `room`: MovePlan::warp_bytes per warp. `bars`: two per warp; `parity` of both, returned for the next use of them.
+template <class Source>
+__device__ __forceinline__ unsigned move_rows_bulk(const DispatchParams &p, const MovePlan &plan, char *room,
+                                                   BulkBarrier *bars, unsigned parity, Source source) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  if (warp >= plan.num_warps) return;
-  const TokenRange mine = block_tokens(p.num_tokens);
+  if (warp >= plan.num_warps) return parity;
   char *stages = room + warp * plan.warp_bytes(true);
   char *quantised = stages + 2 * plan.stage_bytes;
   char *scales = stages + round_up(2 * plan.stage_bytes + plan.quant_bytes, 128);
   BulkBarrier *bar = bars + 2 * warp;
-  const int x_bytes = int(p.x_bytes);
-  auto start = [&](int token, int at, int stage) {
+  const int row_bytes = source.bytes();
+  auto start = [&](const typename Source::Item &item, int at, int stage) {
     if (lane != 0) return;
-    const unsigned bytes = unsigned(min(x_bytes - at, plan.stage_bytes));
+    const unsigned bytes = unsigned(min(row_bytes - at, plan.stage_bytes));
     bulk_expect(bar + stage, bytes);
-    bulk_load(stages + stage * plan.stage_bytes, p.x + int64_t(token) * x_bytes + at, bytes, bar + stage);
+    bulk_load(stages + stage * plan.stage_bytes, source.src(item) + at, bytes, bar + stage);
   };
-  unsigned parity = 0;
   int stage = 0, at = 0;
-  Destination to = next_destination(p, peers, mine.begin + warp, plan.num_warps, mine.end, lane);
-  if (to.token < mine.end) start(to.token, 0, 0);
-  Destination coming = to;
-  if (to.token < mine.end) coming = next_destination(p, peers, to.token + plan.num_warps, plan.num_warps, mine.end, lane);
-  while (to.token < mine.end) {
-    const int bytes = min(x_bytes - at, plan.stage_bytes);
-    const bool is_last = at + bytes == x_bytes;
-    const int next_token = is_last ? coming.token : to.token;
-    if (next_token < mine.end) {
-      if (!kQuantize) bulk_wait_read(); // this lane's stores from the other stage no longer read it
+  auto now = source.next(lane);
+  if (!source.is_end(now)) start(now, 0, 0);
+  auto coming = source.is_end(now) ? now : source.next(lane);
+  while (!source.is_end(now)) {
+    const int bytes = min(row_bytes - at, plan.stage_bytes);
+    const bool is_last = at + bytes == row_bytes;
+    if (!is_last || !source.is_end(coming)) {
+      if (!Source::kQuantize) bulk_wait_read(); // this lane's stores from the other stage no longer read it
       __syncwarp();
-      start(next_token, is_last ? 0 : at + bytes, stage ^ 1);
+      start(is_last ? coming : now, is_last ? 0 : at + bytes, stage ^ 1);
     }
-    Destination after;
-    if (is_last && coming.token < mine.end)
-      after = next_destination(p, peers, coming.token + plan.num_warps, plan.num_warps, mine.end, lane);
+    auto after = coming;
+    if (is_last && !source.is_end(coming)) after = source.next(lane);
     bulk_wait_loaded(bar + stage, parity >> stage & 1);
     parity ^= 1u << stage;
-    char *dst = to.has_row ? peers[to.rank].at[kRows] + to.row * p.call.row_bytes : nullptr;
-    char *from = stages + stage * plan.stage_bytes;
-    if constexpr (kQuantize) {
+    char *dst = source.dst(now), *from = stages + stage * plan.stage_bytes;
+    if constexpr (Source::kQuantize) {
       const int item = int(dtype_bytes(p.dtype)), channels = bytes / item, first = at / item;
       bulk_wait_read(); // earlier stores no longer read the quantised part
       __syncwarp();
@@ -155,27 +232,25 @@ __device__ void move_rows_bulk(const DispatchParams &p, const MovePlan &plan, ch
       bulk_store(dst + at, from, unsigned(bytes));
     }
     bulk_commit();
+    at += bytes;
     if (is_last) {
-      send_side(p, peers, to, kQuantize ? scales : p.side + to.token * p.call.side_bytes, lane);
-      if (kQuantize) __syncwarp(); // the scales are read before the next row's are written
-      send_scalars<kRoute>(p, peers, to, lane);
-      to = coming, coming = after, at = 0;
-    } else {
-      at += bytes;
+      source.finish(now, scales, lane);
+      if (Source::kQuantize) __syncwarp(); // the scales are read before the next row's are written
+      now = coming, coming = after, at = 0;
     }
     stage ^= 1;
   }
-  bulk_wait_stored(); // rows are at their place before this thread joins leave()
+  bulk_wait_stored(); // rows are at their place before this thread joins a barrier
+  return parity;
 }
 
-template <bool kRoute, bool kQuantize>
-__device__ void move_rows_vector(const DispatchParams &p, const MovePlan &plan, char *room, const PeerBuffers *peers) {
+template <class Source>
+__device__ void move_rows_vector(const DispatchParams &p, const MovePlan &plan, char *room, Source source) {
   constexpr int kUnroll = 4;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const TokenRange mine = block_tokens(p.num_tokens);
   char *quantised = room + warp * plan.warp_bytes(false);
   char *scales = quantised + round_up(plan.quant_bytes, 128);
-  // To every row of the token: bytes [at, at + bytes) of a row, found at `src`.
+  // To every row in `todo`: bytes [at, at + bytes) of a row, found at `src`.
   auto send = [&](const char *src, char *dst, unsigned todo, int64_t at, int64_t bytes) {
     for (int64_t first = 0; todo && first < bytes; first += kUnroll * kWarpSize * 16) {
       const int64_t here = first + lane * 16;
@@ -192,28 +267,25 @@ __device__ void move_rows_vector(const DispatchParams &p, const MovePlan &plan, 
       }
     }
   };
-  Destination to = next_destination(p, peers, mine.begin + warp, plan.num_warps, mine.end, lane);
-  while (to.token < mine.end) {
-    char *dst = to.has_row ? peers[to.rank].at[kRows] + to.row * p.call.row_bytes : nullptr;
+  for (auto now = source.next(lane); !source.is_end(now); now = source.next(lane)) {
+    char *dst = source.dst(now);
     const unsigned todo = __ballot_sync(kFullWarp, dst != nullptr);
-    const char *x = p.x + to.token * p.x_bytes;
-    if constexpr (kQuantize) {
+    const char *src = source.src(now);
+    if constexpr (Source::kQuantize) {
       const int item = int(dtype_bytes(p.dtype));
-      for (int at = 0; at < int(p.x_bytes); at += plan.stage_bytes) {
-        const int channels = min(int(p.x_bytes) - at, plan.stage_bytes) / item, first = at / item;
-        warp_quantize(p.dtype, x + at, channels, quantised,
+      for (int at = 0; at < source.bytes(); at += plan.stage_bytes) {
+        const int channels = min(source.bytes() - at, plan.stage_bytes) / item, first = at / item;
+        warp_quantize(p.dtype, src + at, channels, quantised,
                       scales + first / 128 * (p.quantize == Quantize::kFp8 ? 4 : 1), p.quantize);
         __syncwarp();
         send(quantised, dst, todo, first, channels);
         __syncwarp(); // read before it is written again
       }
     } else {
-      send(x, dst, todo, 0, p.call.row_bytes);
+      send(src, dst, todo, 0, source.bytes());
     }
-    send_side(p, peers, to, kQuantize ? scales : p.side + to.token * p.call.side_bytes, lane);
-    __syncwarp();
-    send_scalars<kRoute>(p, peers, to, lane);
-    to = next_destination(p, peers, to.token + plan.num_warps, plan.num_warps, mine.end, lane);
+    source.finish(now, scales, lane);
+    __syncwarp(); // the scales are read before the next row's are written
   }
 }
 

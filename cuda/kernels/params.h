@@ -31,6 +31,11 @@ struct CallParams {
   JAX_EP_HD bool is_staged_for(int peer, const Peer &p) const {
     return peer != rank && (force_staged || (!is_direct && !p.same_process));
   }
+  // Dispatch, rows that repeat on one rank: over a link a row crosses once and the receiver copies it (expert and
+  // batched layouts). On one GPU the sender stores all copies, which costs one pass over memory less.
+  JAX_EP_HD bool crosses_once(int peer, const Peer &p, Layout layout) const {
+    return peer != rank && p.is_other_gpu && num_topk > 1 && layout != Layout::kToken;
+  }
   JAX_EP_HD StagingShape staging() const { return StagingShape{row_bytes, num_topk, side_bytes}; }
 };
 

@@ -17,7 +17,7 @@ template <bool kRoute, bool kQuantize> __device__ void stage_dispatch(const Disp
   const bool is_token_layout = p.is_token_layout();
   auto pushes_to = [&](int r) { return session.announce_of(r)->is_staged != 0; };
   auto drains_from = [&](int r) { return call.is_staged_for(r, call.peers[r]); };
-  if (!any_staged(call, pushes_to, drains_from)) return;
+  if (!any_pair(call, pushes_to, drains_from)) return;
   const Rounds rounds(call, p.num_tokens);
 
   auto copy_side = [&](char *dst, const char *src) { // of any width

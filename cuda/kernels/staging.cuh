@@ -15,6 +15,7 @@ namespace jax_ep {
 // Where one peer's announced buffers lie for this device; without rows: staged, not reachable.
 struct PeerBuffers {
   char *at[kNumBuffers];
+  bool is_other_gpu;
   __device__ bool is_reachable() const { return at[kRows] != nullptr; }
   template <class T> __device__ T *get(Buffer b) const { return reinterpret_cast<T *>(at[b]); }
 };
@@ -25,6 +26,7 @@ __device__ __forceinline__ void fill_peer_buffers(const CallParams &call, const 
     const Announce *a = session.announce_of(p);
     char *base = call.peers[p].same_process ? nullptr : call.peers[p].pool;
     table[p].at[b] = a->is_staged ? nullptr : base + a->buffer[b];
+    if (b == 0) table[p].is_other_gpu = p != call.rank && call.peers[p].is_other_gpu;
   }
 }
 
@@ -47,10 +49,23 @@ struct Rounds {
     const int64_t window = (int64_t(round & 1) * call.num_ranks + partner) * tokens_per_round + index;
     return arena + call.shape.staging() + window * call.staging().record_bytes();
   }
-  __device__ SystemWord<uint64_t> flag(char *arena, int64_t offset, int index) const {
-    return SystemWord<uint64_t>(reinterpret_cast<uint64_t *>(arena + offset)[index]);
-  }
 };
+
+// Waits until a partner's ready or free word reaches `expected`; ends as well when the partner leaves, so that no
+// deadline is spent on it.
+template <class Word>
+__device__ __forceinline__ void wait_partner(Session &session, Word word, int partner, uint64_t expected) {
+  bool has_left = false;
+  session.wait(
+      [&](uint64_t *seen) {
+        return (*seen = word.load(cuda::memory_order_acquire)) >= expected || (has_left = session.has_left(partner));
+      },
+      Phase::kRound, partner, expected);
+  if (has_left && word.load(cuda::memory_order_acquire) < expected) session.fail_left(partner, expected);
+}
+__device__ __forceinline__ SystemWord<uint64_t> partner_word(char *arena, int64_t offset, int index) {
+  return SystemWord<uint64_t>(reinterpret_cast<uint64_t *>(arena + offset)[index]);
+}
 
 // Runs all rounds of a call. `pushes_to(p)` / `drains_from(p)`: is the pair staged in that direction;
 // `push(round)` / `drain(round)`: moves records, all blocks. False: a peer failed, leave.
@@ -59,16 +74,6 @@ __device__ bool run_rounds(Session &session, const Rounds &rounds, PushesTo push
                            Push push, Drain drain) {
   const CallParams &call = rounds.call;
   const uint64_t epoch = session.epoch();
-  // A wait for a partner's round ends as well when the partner leaves, so that no deadline is spent on it.
-  auto wait_round = [&](auto word, int partner, uint64_t expected) {
-    bool has_left = false;
-    session.wait(
-        [&](uint64_t *seen) {
-          return (*seen = word.load(cuda::memory_order_acquire)) >= expected || (has_left = session.has_left(partner));
-        },
-        Phase::kRound, partner, expected);
-    if (has_left && word.load(cuda::memory_order_acquire) < expected) session.fail_left(partner, expected);
-  };
   for (int round = 0; round < rounds.count; ++round) {
     if (session.is_leader()) {
       for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) {
@@ -76,7 +81,7 @@ __device__ bool run_rounds(Session &session, const Rounds &rounds, PushesTo push
         if (session.has_left(p)) session.fail_left(p, 0);
         if (round < 2 || !pushes_to(p)) continue;
         // Credit: the partner has drained round - 2, this half of its window may be overwritten.
-        wait_round(rounds.flag(call.arena, call.shape.free_(), p), p, round_word(epoch, round - 1));
+        wait_partner(session, partner_word(call.arena, call.shape.free_(), p), p, round_word(epoch, round - 1));
       }
     }
     if (!session.grid_barrier()) return false;
@@ -86,12 +91,12 @@ __device__ bool run_rounds(Session &session, const Rounds &rounds, PushesTo push
     if (session.is_leader()) {
       for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) {
         if (pushes_to(p)) // publishes this rank's records of the round in p's window
-          rounds.flag(call.peers[p].arena, call.shape.ready(), call.rank)
+          partner_word(call.peers[p].arena, call.shape.ready(), call.rank)
               .store(round_word(epoch, round + 1), cuda::memory_order_release);
       }
       for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) {
         if (!drains_from(p)) continue;
-        wait_round(rounds.flag(call.arena, call.shape.ready(), p), p, round_word(epoch, round + 1));
+        wait_partner(session, partner_word(call.arena, call.shape.ready(), p), p, round_word(epoch, round + 1));
       }
     }
     if (!session.grid_barrier()) return false; // the acquired records, for every block
@@ -100,16 +105,16 @@ __device__ bool run_rounds(Session &session, const Rounds &rounds, PushesTo push
     if (session.is_leader()) {
       for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x)
         if (drains_from(p)) // gives the half back
-          rounds.flag(call.peers[p].arena, call.shape.free_(), call.rank)
+          partner_word(call.peers[p].arena, call.shape.free_(), call.rank)
               .store(round_word(epoch, round + 1), cuda::memory_order_release);
     }
   }
   return true;
 }
 
-// Is any pair of this rank staged? The same answer in all threads.
+// Is there any pair of either kind? The same answer in all threads.
 template <class PushesTo, class DrainsFrom>
-__device__ bool any_staged(const CallParams &call, PushesTo pushes_to, DrainsFrom drains_from) {
+__device__ bool any_pair(const CallParams &call, PushesTo pushes_to, DrainsFrom drains_from) {
   bool any = false;
   for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) any |= pushes_to(p) || drains_from(p);
   return __syncthreads_or(any);

@@ -52,9 +52,10 @@ std::string call_python(const BindRequest &request, const ArenaShape &shape) {
 }
 
 void bind(const std::string &key, const PyGroups &groups, int process, int num_ranks, int count_words,
-          int64_t staging_bytes, int max_num_sms, double timeout_s) {
+          int64_t staging_bytes, int max_num_sms, double timeout_s, const std::vector<std::vector<int>> &gpus) {
   BindSpec spec;
   spec.key = key;
+  spec.gpus = gpus;
   for (const auto &group : groups) {
     spec.groups.emplace_back();
     for (auto [p, d] : group) spec.groups.back().push_back({p, d});
@@ -98,7 +99,7 @@ void export_bind(nb::module_ &m) {
   m.def("set_bind_callback", [](nb::object fn) { callback() = std::move(fn); }, nb::arg("fn").none());
   m.def("bind", &bind, nb::call_guard<nb::gil_scoped_release>(), nb::arg("key"), nb::arg("groups"),
         nb::arg("process"), nb::arg("num_ranks"), nb::arg("count_words"), nb::arg("staging_bytes"),
-        nb::arg("max_num_sms"), nb::arg("timeout_s"));
+        nb::arg("max_num_sms"), nb::arg("timeout_s"), nb::arg("gpus"));
   m.def("attach", &attach, nb::arg("key"), nb::arg("num_sms"), "whether a call site finds its arena bound already");
 }
 

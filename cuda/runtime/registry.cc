@@ -133,8 +133,10 @@ Answer Registry::answer(const Request &request) {
   return answer;
 }
 
-std::unique_ptr<RankContext> Registry::make_context(const BindSpec &spec, const std::vector<Member> &group, int rank,
+std::unique_ptr<RankContext> Registry::make_context(const BindSpec &spec, size_t group_index, int rank,
                                                     const std::vector<int> &local, Peers::Clients *clients) {
+  const std::vector<Member> &group = spec.groups[group_index];
+  const std::vector<int> &gpus = spec.gpus[group_index];
   auto context = std::make_unique<RankContext>();
   context->device = group[size_t(rank)].device;
   context->rank = rank;
@@ -155,6 +157,7 @@ std::unique_ptr<RankContext> Registry::make_context(const BindSpec &spec, const 
       peer.arena = mapped.arena;
       peer.pool = mapped.pool;
     }
+    peer.is_other_gpu = gpus[table.size()] != gpus[size_t(rank)];
     table.push_back(peer);
     context->same_process.push_back(uint8_t(peer.same_process));
   }
@@ -186,6 +189,8 @@ void Registry::bind(const BindSpec &spec) {
   // Own side first: peers may ask for these arenas from now on.
   for (const auto &group : spec.groups) {
     if (int(group.size()) != spec.shape.num_ranks) fail("a group's size is not num_ranks");
+    if (spec.gpus.size() != spec.groups.size() || spec.gpus[size_t(&group - spec.groups.data())].size() != group.size())
+      fail("the GPU numbers do not fit the groups");
     const std::vector<int> local = local_devices(group, spec.process);
     for (int device : local) {
       LocalDevice::get(device).warm();
@@ -205,12 +210,13 @@ void Registry::bind(const BindSpec &spec) {
 
   SetupTimer timer(SetupPhase::kPeers);
   Peers::Clients clients;
-  for (const auto &group : spec.groups) {
+  for (size_t g = 0; g < spec.groups.size(); ++g) {
+    const std::vector<Member> &group = spec.groups[g];
     const std::vector<int> local = local_devices(group, spec.process);
     bound.num_groups += local.empty() ? 0 : 1;
     for (size_t rank = 0; rank < group.size(); ++rank) {
       if (group[rank].process != spec.process) continue;
-      auto context = make_context(spec, group, int(rank), local, &clients);
+      auto context = make_context(spec, g, int(rank), local, &clients);
       context->max_num_sms = bound.max_num_sms;
       context->num_sms = std::min(kDefaultNumSms, bound.max_num_sms);
       const int device = context->device;

@@ -63,6 +63,7 @@ using Groups = std::vector<std::vector<Member>>; // [group][rank]
 struct BindSpec {
   std::string key;
   Groups groups;
+  std::vector<std::vector<int>> gpus; // [group][rank] equal numbers: the same physical GPU
   int process = 0; // this process's index
   ArenaShape shape{};
   int max_num_sms = 0; // the most blocks per rank that keep all ranks' blocks resident together
@@ -121,7 +122,7 @@ class Registry {
 
   Arena &arena(const std::string &key, int device, const ArenaShape &shape);
   const Pool *pool(int device);
-  std::unique_ptr<RankContext> make_context(const BindSpec &spec, const std::vector<Member> &group, int rank,
+  std::unique_ptr<RankContext> make_context(const BindSpec &spec, size_t group_index, int rank,
                                             const std::vector<int> &local, Peers::Clients *clients);
 
   std::shared_mutex bound_mutex_;

@@ -55,6 +55,7 @@ class Case:
     side: int = 0  # bytes that travel beside a row
     quantize: str | None = None  # of dispatch
     wire: str | None = None  # of combine
+    crosses_once: bool = False  # as between GPUs: a row crosses once, the receiver copies it
 
     @property
     def rows(self):
@@ -135,7 +136,7 @@ def make(case: Case, timeout_s: float = 20.0):
         layout=LAYOUTS[case.layout], dtype=CODES[case.dtype], has_weights=case.weights, has_bias=case.bias,
         use_bulk=case.bulk, force_staged=case.staged, num_sms=case.sms, staging_bytes=case.staging_bytes,
         timeout_s=timeout_s, side_bytes=case.side, window=case.window, quantize=QUANTIZE[case.quantize],
-        wire=QUANTIZE[case.wire],
+        wire=QUANTIZE[case.wire], crosses_once=case.crosses_once,
     )  # fmt: skip
 
 
@@ -179,7 +180,8 @@ def same(got, want, name):
 
 def check(case: Case, ranks, seed: int, delays=()):
     data = inputs(case, seed)
-    plain = dataclasses.replace(case, bulk=True, staged=False, sms=1, staging_bytes=0)  # one compile for all variants
+    # One compile for all variants.
+    plain = dataclasses.replace(case, bulk=True, staged=False, sms=1, staging_bytes=0, crosses_once=False)
     want = {k: np.asarray(v) for k, v in reference(plain)(*data.values()).items()}
 
     def put(name, value):
@@ -269,6 +271,15 @@ CASES = {
     "fp8 wire, token": dataclasses.replace(SMALL, wire="fp8_wire", hidden=1024, layout="token", routing="mixed"),
     "fp8 wire of f32": dataclasses.replace(SMALL, wire="fp8_wire", hidden=128, dtype="f32", weights=False),
     "fp8 wire, weights": dataclasses.replace(SMALL, wire="fp8_wire", hidden=512, dtype="f16"),
+    "crosses once": dataclasses.replace(SMALL, crosses_once=True, routing="mixed", topk=8, tokens=40),
+    "crosses once, dropped": dataclasses.replace(
+        SMALL, crosses_once=True, routing="hot", topk=2, capacity=48, alignment=16, weights=False, side=12
+    ),
+    "crosses once, batched": dataclasses.replace(SMALL, crosses_once=True, layout="batched", topk=6, side=5),
+    "crosses once, fp8": dataclasses.replace(SMALL, crosses_once=True, quantize="fp8", hidden=640, topk=8, ranks=2),
+    "crosses once, eight ranks": dataclasses.replace(
+        SMALL, crosses_once=True, ranks=8, tokens=130, experts=32, topk=8, hidden=4104, sms=8, alignment=8
+    ),
     "one block": dataclasses.replace(SMALL, sms=1),
     "16 blocks": dataclasses.replace(SMALL, ranks=8, sms=16, tokens=257, layout="token"),
 }  # fmt: skip
