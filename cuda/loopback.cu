@@ -137,7 +137,7 @@ DispatchParams Loopback::dispatch_params(int rank, bool is_route) const {
   p.alignment = shape_.alignment, p.layout = shape_.layout, p.zero_tail = shape_.zero_tail;
   p.dtype = shape_.dtype, p.quantize = shape_.quantize;
   p.num_blocks = shape_.num_sms, p.use_bulk = shape_.use_bulk;
-  p.outputs.add(p.recv_x, sizes_.at("recv_x") / 4 * 4);
+  p.outputs.add(p.recv_x, sizes_.at("recv_x"));
   if (is_route) {
     p.outputs.add(p.group_sizes, sizes_.at("group_sizes"), true);
     p.outputs.add(p.stats, sizes_.at("stats"), true);
@@ -147,7 +147,6 @@ DispatchParams Loopback::dispatch_params(int rank, bool is_route) const {
 
 CombineParams Loopback::combine_params(int rank) const {
   CombineParams p{};
-  const bool is_token = shape_.layout == Layout::kToken;
   p.call = call(rank, Op::kCombine, partial_row_bytes(shape_.row_bytes, shape_.dtype, shape_.wire), 0,
                 {has_partials(shape_) ? "partial" : "y", "scalars", "y", "y_weights", ""});
   p.y = at<char>("y", rank), p.y_bytes = shape_.row_bytes;
@@ -158,7 +157,6 @@ CombineParams Loopback::combine_params(int rank) const {
   p.recv_offsets = at<int32_t>("recv_offsets", rank), p.out = at<char>("out", rank);
   p.out_scalars = at<float>("out_scalars", rank), p.partial = at<char>("partial", rank);
   p.num_tokens = shape_.num_tokens, p.num_local_experts = shape_.num_experts / shape_.num_ranks;
-  p.num_slots = is_token ? shape_.capacity : shape_.num_ranks * shape_.num_tokens;
   p.layout = shape_.layout, p.dtype = shape_.dtype, p.quantize = shape_.wire;
   p.num_blocks = shape_.num_sms, p.use_bulk = shape_.use_bulk;
   p.outputs.add(p.out, sizes_.at("out"));

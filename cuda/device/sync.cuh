@@ -29,7 +29,10 @@ class Session {
   __device__ explicit Session(const CallParams &call)
       : call_(call), control_(reinterpret_cast<Control *>(call.arena + call.shape.control())),
         // Plain read: the leader of the previous call wrote it, and a kernel boundary lies between.
-        epoch_(control_->epoch + 1) {}
+        epoch_(control_->epoch + 1), tag_(call.tag) {}
+
+  // A number that all ranks must pass alike; before announce().
+  __device__ void agree_on(int32_t number) { tag_ ^= (uint64_t(uint32_t(number)) + 1) * 0x9e3779b97f4a7c15u; }
 
   __device__ bool is_broken() const { return control_->broken != 0; }
   __device__ uint64_t epoch() const { return epoch_; }
@@ -102,7 +105,7 @@ class Session {
     for (int p = threadIdx.x; p < n; p += blockDim.x) {
       Announce *a = mailbox_at(p, epoch_);
       const Peer &peer = call_.peers[p];
-      a->tag = call_.tag;
+      a->tag = tag_;
       a->is_staged = call_.is_staged_for(p, peer);
       for (int i = 0; i < kNumBuffers; ++i)
         a->buffer[i] = call_.buffer[i] - (peer.same_process ? 0 : call_.pool_base);
@@ -128,7 +131,7 @@ class Session {
                 Phase::kAnnounce, p, expected))
         break;
       if (word != expected) fail_revoked(Phase::kAnnounce, p, expected, word);
-      else if (a->tag != call_.tag) fail(Failure::kMismatch, Phase::kAnnounce, p, call_.tag, a->tag);
+      else if (a->tag != tag_) fail(Failure::kMismatch, Phase::kAnnounce, p, tag_, a->tag);
     }
     if (!__syncthreads_and(!is_aborted())) return false;
     // A peer's buffers may be touched only while it is inside the call. Claiming makes its departure wait for
@@ -210,7 +213,7 @@ class Session {
     const int culprit = flag_culprit(word);
     const bool is_own = culprit == call_.rank || culprit == peer;
     if (flag_is_mismatch(word))
-      fail(Failure::kMismatch, phase, is_own ? peer : culprit, call_.tag, announce_of(peer)->tag, culprit);
+      fail(Failure::kMismatch, phase, is_own ? peer : culprit, tag_, announce_of(peer)->tag, culprit);
     else if (is_own) fail(Failure::kPeerFailed, phase, peer, expected, word, culprit);
     else fail(Failure::kPeerTimeout, phase, culprit, expected, word);
   }
@@ -274,7 +277,7 @@ class Session {
 
   const CallParams &call_;
   Control *control_;
-  uint64_t epoch_;
+  uint64_t epoch_, tag_;
 };
 
 // Fills outputs of a call that failed: floats NaN and indices -1 (both are bytes of 0xff), sizes 0. The calling
@@ -284,6 +287,7 @@ __device__ __forceinline__ void poison(const Outputs &outputs, int64_t first, in
     const uint32_t word = outputs.is_size[i] ? 0u : 0xffffffffu;
     uint32_t *at = static_cast<uint32_t *>(outputs.at[i]);
     for (int64_t j = first; j < outputs.bytes[i] / 4; j += count) at[j] = word;
+    if (first < outputs.bytes[i] % 4) static_cast<uint8_t *>(outputs.at[i])[outputs.bytes[i] / 4 * 4 + first] = uint8_t(word);
   }
 }
 

@@ -20,7 +20,7 @@ ffi::Error combine(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   const int64_t T = b.arg_dim(4, 0), K = a->num_topk, R = a->num_ranks, C = b.arg_dim(0, 0), S = b.arg_dim(7, 0);
   const bool is_token_layout = a->layout_kind() == Layout::kToken;
   CombineParams p{};
-  p.num_tokens = int32_t(T), p.num_local_experts = int32_t(a->num_experts / R), p.num_slots = int32_t(S);
+  p.num_tokens = int32_t(T), p.num_local_experts = int32_t(a->num_experts / R);
   p.layout = a->layout_kind(), p.dtype = DType(a->dtype), p.quantize = Quantize(a->quantize), p.y_bytes = a->row_bytes;
   p.num_blocks = a->num_sms ? int32_t(a->num_sms) : (*rank)->num_sms;
   p.use_bulk = a->use_bulk(**rank);

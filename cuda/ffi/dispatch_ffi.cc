@@ -27,7 +27,7 @@ DispatchParams base_params(const CallAttributes &a, const RankContext &rank, Buf
   p.recv_x = b.ret<char>(0, rows * a.row_bytes);
   p.recv_side = b.ret<char>(1, rows * a.side_bytes);
   p.outputs.add(p.recv_x, rows * a.row_bytes);
-  if (p.recv_side) p.outputs.add(p.recv_side, rows * a.side_bytes / 4 * 4);
+  if (p.recv_side) p.outputs.add(p.recv_side, rows * a.side_bytes);
   p.num_blocks = a.num_sms ? int32_t(a.num_sms) : rank.num_sms;
   p.use_bulk = a.use_bulk(rank);
   return p;

@@ -13,6 +13,7 @@
 // Idea of pulling with bulk loads: Hybrid-EP; rounding tree: docs/concepts.md.
 #include "cuda/kernels/combine_peer.h"
 
+#include "cuda/kernels/bulk.h"
 #include "cuda/kernels/combine_sum.cuh"
 #include "cuda/kernels/staging.cuh"
 
@@ -21,7 +22,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kSharedBudget = 216 * 1024; // of 227 KiB that sm_90 gives a block
+constexpr int kSharedBudget = kBulkSharedBytes;
 constexpr int kReduceBatch = 2048;        // slots that a block looks through at a time
 constexpr int kItemsPerWarp = 4;          // with fewer tokens per warp their rows are cut into pieces
 constexpr int kPieceBytes = 48 * 1024;    // and larger sums, too: measured, see docs/performance.md
@@ -300,12 +301,12 @@ cudaError_t launch_combine(CombineParams p, cudaStream_t stream) {
 }
 
 cudaError_t load_combine_kernels() {
-  int device = 0, major = 0;
+  int device = 0;
   cudaError_t e = cudaGetDevice(&device);
-  if (!e) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  const bool has_bulk = !e && has_bulk_copies(device);
   for (DType type : {DType::kBF16, DType::kF16, DType::kF32})
     for (int variant = 0; variant < 4; ++variant)
-      if (!e && (variant < 2 || major >= 9)) // also loads the kernel's machine code now instead of at its first launch
+      if (!e && (variant < 2 || has_bulk)) // also loads the kernel's machine code now instead of at its first launch
         e = cudaFuncSetAttribute(kernel_for(type, variant / 2, variant % 2), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  variant / 2 ? kSharedBudget : 96 * 1024);
   return e;

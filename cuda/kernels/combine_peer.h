@@ -28,7 +28,7 @@ struct CombineParams {
   float *out_scalars;          // [T, K] or null
   char *partial;               // [S, row_bytes] this rank's sum per slot, read by the sources; null: y itself is read
   int64_t y_bytes;             // of a row of y and of the result
-  int32_t num_tokens, num_local_experts, num_slots;
+  int32_t num_tokens, num_local_experts;
   Layout layout;
   DType dtype;
   Quantize quantize;           // kNone or kFp8Wire

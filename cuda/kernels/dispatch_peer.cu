@@ -15,6 +15,7 @@
 // DeepEP V2 (see docs/adding_a_kernel.md for sources).
 #include "cuda/kernels/dispatch_peer.h"
 
+#include "cuda/kernels/bulk.h"
 #include "cuda/kernels/copy_received.cuh"
 #include "cuda/kernels/receive.cuh"
 #include "cuda/kernels/stage_dispatch.cuh"
@@ -27,7 +28,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kMaxStage = 4 * 1024;         // bytes of an operand row that a warp loads at a time
 constexpr int kMaxQuantStage = 4 * 1024;    // when it quantises them
 constexpr int kVectorQuantStage = 2 * 1024; // ... without bulk copies
-constexpr int kSharedBudget = 216 * 1024;   // of 227 KiB that sm_90 gives a block
+constexpr int kSharedBudget = kBulkSharedBytes;
 constexpr int kSharedBudgetSm80 = 96 * 1024;
 constexpr int kZeroPage = 2048;
 constexpr int kZeroWarps = 1;               // warps kept free of rows when bulk copies are used
@@ -107,6 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       sum_blocks(session, columns, sums);
       if (threadIdx.x == 0) *route.invalid = sums[columns];
     }
+    if (p.window) session.agree_on(*p.window); // another window elsewhere: slots and rows that nobody fills
     session.announce(sums, kRoute ? columns : 0);
     session.agree();
   }
@@ -174,12 +176,12 @@ cudaError_t launch_dispatch(DispatchParams p, cudaStream_t stream) {
 }
 
 cudaError_t load_dispatch_kernels() {
-  int device = 0, major = 0;
+  int device = 0;
   cudaError_t e = cudaGetDevice(&device);
-  if (!e) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  const bool has_bulk = !e && has_bulk_copies(device);
   for (int variant = 0; variant < 8; ++variant) {
     const bool use_bulk = variant / 4;
-    if (!e && (!use_bulk || major >= 9)) // also loads the kernel's machine code now instead of at its first launch
+    if (!e && (!use_bulk || has_bulk)) // also loads the kernel's machine code now instead of at its first launch
       e = cudaFuncSetAttribute(kernel_for(variant & 1, use_bulk, variant & 2), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                use_bulk ? kSharedBudget : kSharedBudgetSm80);
   }

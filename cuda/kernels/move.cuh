@@ -49,13 +49,14 @@ struct Destination {
 };
 
 // The warp's tokens that go anywhere directly, one after the other. Past the last: token is INT_MAX.
+template <bool kRoute>
 __device__ __forceinline__ Destination next_destination(const DispatchParams &p, const PeerBuffers *peers, int token,
                                                         int step, int end, int lane) {
   for (; token < end; token += step) {
     const Destination to(p, peers, token, lane);
-    // A slot without a row (all dropped) still gets its metadata.
-    const bool has_slot = to.slot >= 0 && peers[to.rank].is_reachable();
-    if (__any_sync(kFullWarp, to.has_row || has_slot)) return to;
+    // When routing, a slot without a row (all dropped) still gets its metadata.
+    const bool has_slot = kRoute && to.slot >= 0 && peers[to.rank].is_reachable();
+    if (__any_sync(kFullWarp, to.is_kept || has_slot)) return to;
   }
   return Destination();
 }
@@ -116,7 +117,7 @@ template <bool kRoute, bool kQuantizes> struct SentRows {
     token = mine.begin + int(threadIdx.x / kWarpSize), end = mine.end;
   }
   __device__ Item next(int lane) {
-    const Item item = next_destination(p, peers, token, step, end, lane);
+    const Item item = next_destination<kRoute>(p, peers, token, step, end, lane);
     token = item.token < end ? item.token + step : end;
     return item;
   }
@@ -248,6 +249,7 @@ template <class Source>
 __device__ void move_rows_vector(const DispatchParams &p, const MovePlan &plan, char *room, Source source) {
   constexpr int kUnroll = 4;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  if (warp >= plan.num_warps) return;
   char *quantised = room + warp * plan.warp_bytes(false);
   char *scales = quantised + round_up(plan.quant_bytes, 128);
   // To every row in `todo`: bytes [at, at + bytes) of a row, found at `src`.

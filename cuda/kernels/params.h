@@ -43,7 +43,7 @@ struct CallParams {
 struct Outputs {
   static constexpr int kMax = 12;
   void *at[kMax];
-  int64_t bytes[kMax]; // multiples of 4
+  int64_t bytes[kMax];
   uint8_t is_size[kMax];
   int32_t size;
   void add(void *p, int64_t n, bool sizes = false) { at[size] = p, bytes[size] = n, is_size[size++] = sizes; }

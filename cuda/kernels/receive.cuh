@@ -125,7 +125,8 @@ __device__ void count_pairs(const DispatchParams &p, const OwnRows &own) {
     if (p.slot_meta[i] >= 0) atomicAdd(&p.counts[p.slot_meta[i]], 1);
 }
 
-// Rows that no source writes: padding inside groups always, the tail if asked; their weights, sides and slots always.
+// Rows that no source writes: padding inside groups always, the tail if asked; their sides with them, weights and slots
+// always.
 // Warps from `first_warp` on; `zeros`: a page of them in shared memory (bulk copies).
 template <bool kRoute, bool kBulk>
 __device__ void zero_rest(const DispatchParams &p, int first_warp, const char *zeros, int zeros_bytes, const OwnRows &own) {
@@ -133,6 +134,7 @@ __device__ void zero_rest(const DispatchParams &p, int first_warp, const char *z
   const int warps = int(blockDim.x) / kWarpSize - first_warp, warp = int(threadIdx.x / kWarpSize) - first_warp;
   if (warp < 0) return;
   const int64_t id = int64_t(blockIdx.x) * warps + warp, step = int64_t(gridDim.x) * warps;
+  const int64_t thread = id * kWarpSize + lane, threads = step * kWarpSize;
   const int64_t row_bytes = p.call.row_bytes, side_bytes = p.call.side_bytes, num_rows = p.num_rows();
   auto zero_row = [&](int64_t row) {
     char *dst = p.recv_x + row * row_bytes;
@@ -153,8 +155,9 @@ __device__ void zero_rest(const DispatchParams &p, int first_warp, const char *z
                                                          : own.end;
       for (int64_t row = own.start[l] + own.kept[l] + id; row < end; row += step) {
         if (!is_batched || p.zero_tail) zero_row(row);
-        if (p.recv_weights && lane == 0) p.recv_weights[row] = 0.f;
       }
+      if (p.recv_weights)
+        for (int64_t row = own.start[l] + own.kept[l] + thread; row < end; row += threads) p.recv_weights[row] = 0.f;
     }
   }
   const int64_t tail = is_batched ? num_rows : own.end;
@@ -164,7 +167,6 @@ __device__ void zero_rest(const DispatchParams &p, int first_warp, const char *z
     bulk_commit();
     bulk_wait_stored();
   }
-  const int64_t thread = id * kWarpSize + lane, threads = step * kWarpSize;
   if (p.recv_weights)
     for (int64_t i = tail * p.scalars_per_row() + thread; i < num_rows * p.scalars_per_row(); i += threads)
       p.recv_weights[i] = 0.f;

@@ -38,7 +38,7 @@ struct Rounds {
 
   __device__ Rounds(const CallParams &c, int num_tokens)
       : call(c), tokens_per_round(int(min(c.staging().tokens_per_round(c.shape), int64_t(1) << 30))),
-        count((num_tokens + tokens_per_round - 1) / tokens_per_round) {}
+        count(int((int64_t(num_tokens) + tokens_per_round - 1) / tokens_per_round)) {}
 
   __device__ TokenRange tokens(int round, int num_tokens) const {
     const int64_t begin = int64_t(round) * tokens_per_round;

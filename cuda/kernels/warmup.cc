@@ -4,6 +4,7 @@
 #include <exception>
 #include <vector>
 
+#include "cuda/kernels/bulk.h"
 #include "cuda/loopback.h"
 
 namespace jax_ep {
@@ -41,12 +42,11 @@ std::string round_trip(int device, Layout layout, DType dtype, bool use_bulk) {
 } // namespace
 
 std::string warm_kernels(int device) {
-  int before = 0, major = 0;
+  int before = 0;
   cudaGetDevice(&before);
   std::string problem;
   try {
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    for (int bulk = 0; bulk <= (major >= 9) && problem.empty(); ++bulk)
+    for (int bulk = 0; bulk <= has_bulk_copies(device) && problem.empty(); ++bulk)
       for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32})
         if (problem.empty())
           problem = round_trip(device, dtype == DType::kF16 ? Layout::kToken : Layout::kExpert, dtype, bulk);

@@ -61,7 +61,7 @@ std::string describe(const FailureRecord &record) {
              "in use again: only a restart of the process is safe";
       break;
     case Failure::kMismatch:
-      what = rank + " and " + peer + " run different operations, shapes or dtypes";
+      what = rank + " and " + peer + " run different operations, shapes, dtypes or windows";
       break;
     case Failure::kPeerFailed:
       what = peer + " left the call, which " + rank + " saw in phase " + phase_name(r.phase);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <set>
 
+#include "cuda/kernels/bulk.h"
 #include "cuda/runtime/local_device.h"
 #include "cuda/runtime/setup_time.h"
 
@@ -140,7 +141,7 @@ std::unique_ptr<RankContext> Registry::make_context(const BindSpec &spec, size_t
   auto context = std::make_unique<RankContext>();
   context->device = group[size_t(rank)].device;
   context->rank = rank;
-  context->has_bulk = device_info(context->device).cc_major >= 9;
+  context->has_bulk = has_bulk_copies(context->device);
   context->shape = spec.shape;
   context->pool = pool(context->device);
   context->counters = std::make_shared<RankContext::Counters>();

@@ -53,6 +53,7 @@ def stages(cache: str) -> list[Stage]:
     plan += [Stage("R=1", 1, 60, (exchange, programs, "-k", "routings or direct or 1000_are or recorded"))]
     plan += [Stage(f"R={r}", r, 90, (exchange, *some)) for r in (2, 3)]
     plan += [Stage("R=4 all cases", 4, 200, (exchange,)), Stage("R=8", 8, 120, (exchange, *some))]
+    plan += [Stage("R=16", 16, 150, (exchange, "-k", "(routings and uniform) or recorded"))]
     # What GPUs older than sm_90 do, forced.
     vector = (exchange, "--copies", "vector")
     plan += [Stage("R=4 vector", 4, 200, vector), Stage("R=2 vector", 2, 90, (*vector, *some))]

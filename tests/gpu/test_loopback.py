@@ -280,6 +280,12 @@ CASES = {
     "crosses once, eight ranks": dataclasses.replace(
         SMALL, crosses_once=True, ranks=8, tokens=130, experts=32, topk=8, hidden=4104, sms=8, alignment=8
     ),
+    "fp8, fewer warps than planned": dataclasses.replace(  # their room holds a row's scales
+        SMALL, quantize="fp8", hidden=262144, tokens=17, ranks=2, experts=4, topk=2, layout="token", sms=1
+    ),
+    "steps and rounds": dataclasses.replace(  # several steps of a sum; staged: several rounds
+        SMALL, hidden=7168, topk=8, experts=16, tokens=24, staging_bytes=1 << 19, weights=False
+    ),
     "one block": dataclasses.replace(SMALL, sms=1),
     "16 blocks": dataclasses.replace(SMALL, ranks=8, sms=16, tokens=257, layout="token"),
 }  # fmt: skip
@@ -374,6 +380,15 @@ def test_both_sides_see_the_mismatch(skew_us):
     ranks.synchronize()
     assert [ranks.failure(r)["code"] for r in range(2)] == [3, 3]
     assert [ranks.failure(r)["peer"] for r in range(2)] == [1, 0]
+
+
+def test_windows_that_differ_are_a_mismatch():
+    """The window is data, so a program cannot be refused for it; ranks must still not deliver different ones."""
+    ranks = _ready(Case(ranks=2, experts=8, window=0, capacity=16), timeout_s=0.5)
+    ranks.write("window", 1, np.int32(1).tobytes())
+    ranks.launch("dispatch")
+    ranks.synchronize()
+    assert [ranks.failure(r)["code"] for r in range(2)] == [3, 3]
 
 
 def test_a_limit_that_never_ends():
