@@ -62,7 +62,7 @@ struct GatherPlan {
     }
     return g;
   }
-  static constexpr int kStageUnits = 3, kLikelyRows = 6, kFewWarps = 8;
+  static constexpr int kStageUnits = 2, kLikelyRows = 6, kFewWarps = 8;
   JAX_EP_HD int64_t shared_bytes() const { return int64_t(2) * num_warps * stage_bytes; }
 };
 
