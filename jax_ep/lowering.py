@@ -75,7 +75,7 @@ def _attributes(target: str, groups, ctx, spec: Spec, quantize: str | None) -> d
         layout=_LAYOUT_CODE[spec.layout],
         expert_alignment=spec.expert_alignment,
         zero_tail=spec.zero_tail,
-        num_sms=config.num_sms or _default_num_sms(target, groups, ctx, spec, num_topk, row_bytes + side_bytes),
+        num_sms=config.num_sms or _default_num_sms(target, groups, ctx, spec, num_topk, crossing),
         staging_bytes=config.staging_bytes,
         force_staged=config.staging == "always",
         force_vector=config.copies == "vector",

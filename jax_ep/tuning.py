@@ -50,12 +50,13 @@ def rows_touched(op: str, layout: str, num_ranks: int, num_experts: int, num_top
     """Rows that all SMs together read and write per token of a rank.
 
     op "dispatch" reads a row and writes it once per rank; where rows lie by expert the receiver then copies it for
-    the other experts. "combine" reads them; where they lie by expert the holder first writes one sum per rank.
+    the other experts. "combine" reads them; where they lie by expert the holder first writes one sum per rank that
+    holds several of them.
     """
     reached, several = ranks_per_token(num_ranks, num_experts, num_topk)
     if layout == "token":
         return 1 + reached
-    return 1 + num_topk + several if op == "dispatch" else num_topk + 2 * reached + 1
+    return num_topk + 2 * several + 1 if op == "combine" else 1 + num_topk + several
 
 
 def default_num_sms(

@@ -48,7 +48,7 @@ def test_rows_touched():
     rows = lambda op, layout: tuning.rows_touched(op, layout, 8, 256, 8)
     assert rows("dispatch", "token") == rows("combine", "token") == pytest.approx(6.29, abs=0.01)
     assert rows("dispatch", "expert") == rows("dispatch", "batched") == pytest.approx(11.08, abs=0.1)
-    assert rows("combine", "expert") == pytest.approx(19.58, abs=0.01)
+    assert rows("combine", "expert") == pytest.approx(13.2, abs=0.1)
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine"])

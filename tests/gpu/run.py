@@ -1,4 +1,4 @@
-"""The whole GPU suite on one card: `python tests/gpu/run.py --logs gpu-logs` (under eight minutes on an H200).
+"""The whole GPU suite on one card: `python tests/gpu/run.py --logs gpu-logs` (about ten minutes on an H200).
 
 Each stage is a fresh set of processes with its own time limit: the kernels alone (R ranks on R streams of one process),
 then R = 1, 2, 3, 4 and 8 processes, one rank each, that share the card under MPS. A stage passes when every rank's
@@ -21,8 +21,11 @@ from jax_ep.cli import launch
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
-# For the kernels without XLA: their reference runs on virtual CPU devices.
-VIRTUAL = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+# For the kernels without XLA: their reference runs on virtual CPU devices, compiled as quickly as XLA can.
+VIRTUAL = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+}
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5")
 
 
@@ -47,7 +50,7 @@ def stages(cache: str) -> list[Stage]:
     alone = {"XLA_FLAGS": "--xla_gpu_shard_autotuning=false"}
     # One rank count runs every case; the others run every routing, and the cases that depend on the rank count.
     some = ("-k", "routings or OtherWays or recorded or vector")
-    plan = [Stage("loopback", None, 240, ("test_loopback.py",), VIRTUAL)]
+    plan = [Stage("loopback", None, 300, ("test_loopback.py",), VIRTUAL)]
     plan += [Stage("loopback fuzz", None, 120, ("test_fuzz_loopback.py",), VIRTUAL)]
     plan += [Stage("quantiser", None, 90, ("test_quantize_device.py",))]
     plan += [Stage("R=1", 1, 60, (exchange, programs, "-k", "routings or direct or 1000_are or recorded"))]
@@ -177,7 +180,7 @@ def chosen(plan: list[Stage], only: list[str]) -> list[Stage]:
 
 def main() -> int:
     """Runs all stages, or those whose names contain an `--only`, and prints the table."""
-    args = arguments(__doc__.splitlines()[0], limit_s=480)
+    args = arguments(__doc__.splitlines()[0], limit_s=900)
     if launch.num_gpus() == 0:
         print("no CUDA device is visible")
         return 1

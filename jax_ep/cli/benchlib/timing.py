@@ -84,6 +84,10 @@ def seconds(fn: Callable, args) -> float:
     return time.perf_counter() - start
 
 
+class TooNoisy(RuntimeError):
+    """A difference of two times came out as nothing."""
+
+
 def steady_us(compile_, step: Callable, args, num_calls: int, repeats: int, num_linked: int = 1) -> float:
     """µs of one call of `step`, of the slowest process. `compile_` wraps a function in shard_map and jit.
 
@@ -98,7 +102,7 @@ def steady_us(compile_, step: Callable, args, num_calls: int, repeats: int, num_
     t_many, t_one = (statistics.median(t) for t in zip(*times, strict=True))
     us = max(exchange((t_many - t_one) / (num_calls - 1) * 1e6))
     if us <= 0:
-        raise RuntimeError(f"{num_calls} calls were no slower than one: the machine is too noisy; raise --calls")
+        raise TooNoisy(f"{num_calls} calls were no slower than one: the machine is too noisy; raise --calls")
     return us
 
 
