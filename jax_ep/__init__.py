@@ -17,6 +17,7 @@ from jax_ep.quantize import Quantized as Quantized
 from jax_ep.quantize import quantize as quantize
 from jax_ep.routing import RoutingLayout as RoutingLayout
 from jax_ep.routing import routing_layout as routing_layout
+from jax_ep.topology import make_mesh as make_mesh
 from jax_ep.windowed import windowed as windowed
 
 __version__ = "0.1.0"

@@ -79,13 +79,33 @@ def describe_process(module: Any, ordinals: list[int], address: str, nonce: byte
 
 def _key(process: int) -> str:
     # Without the protocol, so that a process of another version is read and named instead of waited for.
-    return f"jax_ep/record/{process}"
+    return f"record/{process}"
+
+
+def publish_text(world: World, name: str, text: str) -> None:
+    """Makes `text` known to the other processes of the job under `name`."""
+    if world.client is not None and world.num_processes > 1:
+        world.client.key_value_set(f"jax_ep/{name}", text, allow_overwrite=True)
+
+
+def collect_text(world: World, name: str, deadline: float) -> str | None:
+    """What was published under `name`; None when ``time.monotonic()`` reaches `deadline` before.
+
+    Raises:
+      SetupError: the coordination service failed otherwise.
+    """
+    left_ms = max(1, int((deadline - time.monotonic()) * 1000))
+    try:
+        return world.client.blocking_key_value_get(f"jax_ep/{name}", left_ms)
+    except Exception as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise errors.SetupError(f"{name} could not be read from the coordination service: {error}") from error
 
 
 def publish(world: World, record: Record) -> None:
     """Makes this process's record known to the others."""
-    if world.client is not None and world.num_processes > 1:
-        world.client.key_value_set(_key(world.process_index), json.dumps(record), allow_overwrite=True)
+    publish_text(world, _key(world.process_index), json.dumps(record))
 
 
 def collect(world: World, process: int, deadline: float) -> Record:
@@ -95,16 +115,13 @@ def collect(world: World, process: int, deadline: float) -> Record:
             f"the mesh has devices of process {process}, but this process is in no job; "
             "call jax.distributed.initialize first"
         )
-    left_ms = max(1, int((deadline - time.monotonic()) * 1000))
-    try:
-        return json.loads(world.client.blocking_key_value_get(_key(process), left_ms))
-    except Exception as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise errors.SetupError(f"no record of process {process}: {error}") from error
+    text = collect_text(world, _key(process), deadline)
+    if text is None:
         raise errors.SetupTimeout(
             f"process {process} published no set-up record in time; every process of the mesh must compile a "
             "program with jax_ep calls on it"
-        ) from error
+        )
+    return json.loads(text)
 
 
 def barrier(world: World, name: str, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Commands of `python -m jax_ep`: doctor, launch, bench."""
+"""Commands of `python -m jax_ep`: doctor, launch, topology, bench."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "doctor": "what is installed, which devices are there, and whether the CUDA path can be used",
     "launch": "run a script on several local ranks, each with jax.distributed initialised",
+    "topology": "which rank is where, how pairs of ranks are linked, and how fast they are",
     "bench": "time dispatch and combine against what XLA offers",
 }
 
