@@ -27,7 +27,10 @@ def combine(
 
     Both sums are in float32 and in this order (ranks ascending, k ascending, starting at +0); `round` is to the
     dtype of y, as is the result. In layout "token" the inner sum is the row itself. Entries that were not routed
-    or were dropped add nothing; a token without any gives 0 (plus bias).
+    or were dropped add nothing; a token without any gives 0 (plus bias). With several nodes
+    (`Config.ranks_per_node`) the ranks' sums are added up in two levels::
+
+        out[t] = sum over nodes of round(sum over ranks d of the node of round(...)) + bias[t]
 
     Example:
       The two ranks of `dispatch`'s example; expert e multiplies by e + 1.
@@ -57,7 +60,8 @@ def combine(
       bias: [num_tokens, hidden] in y's dtype, added once in float32; None: nothing.
       quantize: None, or "fp8_wire": the rounded sum of each rank crosses as `jax_ep.quantize(..., "fp8")` makes it and
         is dequantised to float32 where it arrives (hidden is a multiple of 128). Each adds an error of at most
-        2**-4 + 2**-13 of itself, or 2**-10 of its block's scale (largest magnitude / 448) where that is more.
+        2**-4 + 2**-13 of itself, or 2**-10 of its block's scale (largest magnitude / 448) where that is more. The
+        sums of nodes are rounded to y's dtype and not quantised.
 
     Returns:
       [num_tokens, hidden] in y's dtype, on the rank that dispatched the tokens.

@@ -8,7 +8,7 @@ import numbers
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Knobs of the CUDA implementation; the defaults suit most programs.
+    """Knobs of the CUDA implementation, and how ranks form nodes; the defaults suit most programs.
 
     A frozen, hashable value: equal configs compile once, and every rank of a group must use the same one.
 
@@ -29,7 +29,11 @@ class Config:
         "vector" forces what older GPUs do (a test aid).
       staging_bytes: own memory per rank and group for staged rows, both windows.
       debug_checks: reserved; True raises NotImplementedError.
-      ranks_per_node: reserved; anything but None raises NotImplementedError.
+      ranks_per_node: simulates nodes on one host: rank r belongs to node r // ranks_per_node, and the last node has
+        fewer ranks where the number does not divide the group's. combine, and so the gradient of dispatch, then sums
+        within each node first (docs/concepts.md, Rounding); dispatch gives the same results. None, or the group's
+        size and more: one node. Several nodes are served by the pure-JAX implementation alone: with
+        `implementation="cuda"` they raise NotImplementedError when the program is lowered.
 
     Raises:
       ValueError, TypeError: a value outside its range.
@@ -59,7 +63,7 @@ class Config:
         if self.debug_checks:
             raise NotImplementedError("Config: debug_checks=True is not implemented yet; leave it False")
         if self.ranks_per_node is not None:
-            raise NotImplementedError("Config: ranks_per_node is not implemented yet; leave it None")
+            _positive("ranks_per_node", self.ranks_per_node, numbers.Integral, "a positive int, or None for one node")
 
 
 def _positive(name: str, value, kind: type, expected: str) -> None:

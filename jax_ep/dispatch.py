@@ -123,7 +123,8 @@ def dispatch(
     Raises:
       ValueError, TypeError: while tracing, for static mistakes (shapes, dtypes, an axis that is not bound here,
         ...); the text says what was got, what was expected and what to change.
-      NotImplementedError: for mode="latency", and under vmap (use `jax.lax.map`).
+      NotImplementedError: for mode="latency", under vmap (use `jax.lax.map`), and when a program with several nodes
+        (`Config.ranks_per_node`) and implementation="cuda" is lowered.
       EpError: see `jax_ep.errors`; from a call on CUDA devices that fails at run time, or from its set-up.
 
     Notes:

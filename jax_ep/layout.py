@@ -46,6 +46,16 @@ class Spec:
         """Rows of the receive array, flat: row i of local expert l is l * capacity + i in layout "batched"."""
         return self.num_local_experts * self.capacity if self.layout == "batched" else self.capacity
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of each node, of which rank r belongs to number r // ranks_per_node; the last may have fewer."""
+        return min(self.config.ranks_per_node or self.num_ranks, self.num_ranks)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes over which combine sums in two levels; 1: in one."""
+        return -(-self.num_ranks // self.ranks_per_node)
+
     def num_slots(self, num_tokens: int) -> int:
         """Rows of the slot arrays; a slot is a distinct (source, token) that reaches this rank."""
         return self.capacity if self.layout == "token" else self.num_ranks * num_tokens

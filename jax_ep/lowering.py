@@ -22,10 +22,16 @@ def choose(target: str, ctx, spec: Spec):
     """The lowering rule of the CUDA call, or None where the reference serves."""
     if spec.implementation == "xla":
         return None
+    several_nodes = _several_nodes(spec)
+    if several_nodes and spec.implementation == "cuda":
+        raise NotImplementedError(
+            f'{target}: implementation="cuda" was asked for, but {several_nodes}; use implementation="xla" or None'
+        )
     groups = group_lib.lowering_groups(ctx.module_context.axis_context, spec.axis_name)
     too_many = _too_many_experts(spec)
     if spec.implementation is None:
-        reason = bootstrap.can_use_cuda(groups, spec.config) or too_many
+        # What the spec alone decides goes first: nobody then waits for records.
+        reason = several_nodes or bootstrap.can_use_cuda(groups, spec.config) or too_many
         if reason:
             _log_once(reason)
             return None
@@ -33,6 +39,15 @@ def choose(target: str, ctx, spec: Spec):
         raise ValueError(f'implementation="cuda" was asked for, but {too_many}; use fewer experts, or "xla"')
     bootstrap.prepare(groups, spec.config)
     return functools.partial(_lower, target, groups)
+
+
+def _several_nodes(spec: Spec) -> str:
+    if spec.num_nodes == 1:
+        return ""
+    return (
+        f"Config.ranks_per_node={spec.ranks_per_node} splits {spec.num_ranks} ranks into {spec.num_nodes} nodes, and "
+        "the CUDA transport over nodes comes with the nvshmem transport, which is not there yet"
+    )
 
 
 def _too_many_experts(spec: Spec) -> str:

@@ -2,7 +2,8 @@
 
 dispatch: count, exchange the counts, place every entry by prefix sums, gather rows.
 combine:  f32 sum of a token's rows on the rank that holds them, rounded to the payload dtype; exchange; f32
-          sum in rank order, bias, rounded once.
+          sum in rank order, bias, rounded once. Of several nodes: f32 sum of each in rank order, rounded; then of
+          these in node order.
 quantize: rows before they are sent, sums of each rank before they return.
 
 Rows are gathered from all ranks, so memory is [num_ranks * num_tokens, hidden] beside the results. All index
@@ -183,7 +184,17 @@ def combine(
     def add_rank(d, acc):
         return acc + jnp.where(slot[:, d, None] >= 0, partial_of_rank(d), 0.0)
 
-    out = lax.fori_loop(0, num_ranks, add_rank, jnp.zeros((num_tokens, hidden), jnp.float32))
+    zeros = jnp.zeros((num_tokens, hidden), jnp.float32)
+
+    def add_node(node, acc):
+        first = node * spec.ranks_per_node
+        last = jnp.minimum(first + spec.ranks_per_node, num_ranks)
+        return acc + _to_f32(_round(lax.fori_loop(first, last, add_rank, zeros), dtype))
+
+    if spec.num_nodes > 1:
+        out = lax.fori_loop(0, spec.num_nodes, add_node, zeros)
+    else:
+        out = lax.fori_loop(0, num_ranks, add_rank, zeros)
     if bias.shape[0] > 0:
         out = out + _to_f32(bias)
     out = _round(out, dtype)

@@ -274,25 +274,29 @@ def oracle_combine(
     weights: np.ndarray | None = None,
     bias: np.ndarray | None = None,
     quantize: str | None = None,
+    ranks_per_node: int | None = None,
 ) -> np.ndarray:
     """What combine must return on all ranks: f32 sums per rank in k order, rounded, then f32 in rank order, rounded.
 
-    With quantize="fp8_wire" the rounded sums of a rank are quantised before they are summed over the ranks.
+    With several nodes the latter are sums per node, rounded, and then f32 in node order. With quantize="fp8_wire" the
+    rounded sums of a rank are quantised before they are summed over the ranks; those of nodes are not.
     """
-    num_ranks, num_tokens, _ = oracle.topk_idx.shape
-    out = np.zeros((num_ranks, num_tokens, y.shape[-1]), np.float32)
-    for partial, source, token, _ in _partials(oracle, y, weights):
-        if quantize is not None:
-            partial = oracle_dequantize(*oracle_quantize(partial))
-        out[source, token] += partial.astype(np.float32)
+    nodes = _node_sums(oracle, y, weights, quantize, ranks_per_node)
+    if len(nodes) > 1:
+        nodes = nodes.astype(y.dtype)
+    out = np.zeros(nodes.shape[1:], np.float32)
+    for node in nodes:
+        out += node.astype(np.float32)
     if bias is not None:
         out += bias.astype(np.float32)
     return out.astype(y.dtype)
 
 
-def oracle_dispatch_grad(oracle: Oracle, g_x: np.ndarray, g_weights: np.ndarray | None = None):
+def oracle_dispatch_grad(
+    oracle: Oracle, g_x: np.ndarray, g_weights: np.ndarray | None = None, ranks_per_node: int | None = None
+):
     """Cotangents of x and (with `g_weights`, the cotangent of recv.weights) of topk_weights."""
-    grad_x = oracle_combine(oracle, g_x)
+    grad_x = oracle_combine(oracle, g_x, ranks_per_node=ranks_per_node)
     if g_weights is None:
         return grad_x, None
     grad_weights = np.zeros(oracle.topk_idx.shape, np.float32)
@@ -315,38 +319,68 @@ def oracle_combine_grad(oracle: Oracle, y: np.ndarray, g_out: np.ndarray, weight
 
 
 def combine_tolerance(
-    oracle: Oracle, y: np.ndarray, weights: np.ndarray | None = None, bias: np.ndarray | None = None
+    oracle: Oracle,
+    y: np.ndarray,
+    weights: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    ranks_per_node: int | None = None,
 ) -> np.ndarray:
     """Largest difference allowed between two implementations of a weighted combine, [R, T, H].
 
     K * 2**-23 * sum |w * y| for products that one of them does not round, one payload ulp for each partial sum
-    that may then round the other way, and one for the result.
+    that may then round the other way, for each sum of a node, and for the result.
     """
     num_ranks, num_tokens, num_topk = oracle.topk_idx.shape
     allowed = np.zeros((num_ranks, num_tokens, y.shape[-1]))
-    for partial, source, token, size in _partials(oracle, y, weights):
+    for partial, source, token, _, size in _partials(oracle, y, weights):
         allowed[source, token] += num_topk * 2.0**-23 * size + _ulp(partial)
-    return allowed + _ulp(oracle_combine(oracle, y, weights, bias))
+    allowed = _with_nodes(allowed, _node_sums(oracle, y, weights, None, ranks_per_node), y.dtype)
+    return allowed + _ulp(oracle_combine(oracle, y, weights, bias, ranks_per_node=ranks_per_node))
 
 
 def wire_tolerance(
-    oracle: Oracle, y: np.ndarray, weights: np.ndarray | None = None, bias: np.ndarray | None = None
+    oracle: Oracle,
+    y: np.ndarray,
+    weights: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    ranks_per_node: int | None = None,
 ) -> np.ndarray:
     """Largest difference that quantize="fp8_wire" may make to a combine, [R, T, H].
 
-    The error of quantising each partial sum, and one ulp for the result, which may then round the other way.
+    The error of quantising each partial sum, and one ulp for each sum of a node and for the result, which may then
+    round the other way.
     """
-    out = oracle_combine(oracle, y, weights, bias)
+    out = oracle_combine(oracle, y, weights, bias, ranks_per_node=ranks_per_node)
     allowed = np.zeros(out.shape)
-    for partial, source, token, _ in _partials(oracle, y, weights):
+    for partial, source, token, _, _ in _partials(oracle, y, weights):
         scale = np.repeat(oracle_quantize(partial)[1].astype(np.float64), 128, -1)
         exact = np.abs(partial.astype(np.float64))
         allowed[source, token] += np.maximum((2.0**-4 + 2.0**-13) * exact, 2.0**-10 * (1 + 2.0**-13) * scale)
+    allowed = _with_nodes(allowed, _node_sums(oracle, y, weights, None, ranks_per_node), y.dtype)
     return allowed + _ulp((np.abs(out.astype(np.float64)) + allowed).astype(out.dtype))
 
 
+def _with_nodes(allowed: np.ndarray, nodes: np.ndarray, dtype) -> np.ndarray:
+    """`allowed` for the partial sums, and what the rounding of each node's sum may add to it."""
+    if len(nodes) == 1:
+        return allowed
+    return allowed + sum(_ulp((np.abs(node) + allowed).astype(dtype)) for node in nodes)
+
+
+def _node_sums(oracle: Oracle, y: np.ndarray, weights, quantize: str | None, ranks_per_node: int | None):
+    """Sums in rank order of each node, f32 [nodes, R, T, H], not rounded."""
+    num_ranks, num_tokens, _ = oracle.topk_idx.shape
+    ranks_per_node = ranks_per_node or num_ranks
+    nodes = np.zeros((-(-num_ranks // ranks_per_node), num_ranks, num_tokens, y.shape[-1]), np.float32)
+    for partial, source, token, rank, _ in _partials(oracle, y, weights):
+        if quantize is not None:
+            partial = oracle_dequantize(*oracle_quantize(partial))
+        nodes[rank // ranks_per_node, source, token] += partial.astype(np.float32)
+    return nodes
+
+
 def _partials(oracle: Oracle, y: np.ndarray, weights: np.ndarray | None):
-    """(rounded partial sum, source, token, sum of |term|) of each kept slot, per token in rank order."""
+    """(rounded partial sum, source, token, rank, sum of |term|) of each kept slot, per token in rank order."""
     num_ranks, num_tokens, num_topk = oracle.topk_idx.shape
     for source, token, rank in np.ndindex(num_ranks, num_tokens, num_ranks):
         slot = oracle.slot[source, token, rank]
@@ -354,7 +388,7 @@ def _partials(oracle: Oracle, y: np.ndarray, weights: np.ndarray | None):
             continue
         if oracle.layout == "token":
             row = y[rank, slot]
-            yield row, source, token, np.abs(row.astype(np.float64))
+            yield row, source, token, rank, np.abs(row.astype(np.float64))
             continue
         total = np.zeros(y.shape[-1], np.float32)
         size = np.zeros(y.shape[-1])
@@ -366,7 +400,7 @@ def _partials(oracle: Oracle, y: np.ndarray, weights: np.ndarray | None):
                     term = np.float32(weights[rank, row]) * term
                 total = total + term
                 size += np.abs(term)
-        yield total.astype(y.dtype), source, token, size
+        yield total.astype(y.dtype), source, token, rank, size
 
 
 def _ulp(values: np.ndarray) -> np.ndarray:

@@ -37,6 +37,7 @@ class Sizes:
     quantize: str | None = None  # of dispatch, and "opaque": x travels as a pair of bytes; combine then has "fp8_wire"
     implementation: str | None = "xla"
     config: jax_ep.Config | None = None
+    ranks_per_node: int | None = None  # of the config
 
     @property
     def wire(self) -> str | None:
@@ -144,6 +145,8 @@ def exchange(sizes: Sizes, i: Inputs, window: jax.Array | None = None) -> dict:
         implementation=sizes.implementation,
         config=sizes.config,
     )
+    if sizes.ranks_per_node is not None:
+        kwargs["config"] = dataclasses.replace(sizes.config or jax_ep.Config(), ranks_per_node=sizes.ranks_per_node)
     result = {}
     quantize = None if sizes.quantize == "opaque" else sizes.quantize
 
@@ -191,20 +194,22 @@ def check(sizes: Sizes, result: dict, inputs: Inputs, oracle: testing.Oracle) ->
     for name, got, expected in moved:
         for rank, seen in enumerate(oracle.is_defined | (sizes.zero_tail or name == "g_y")):
             same(got[rank, seen], expected[rank, seen], f"{name} of rank {rank}")
-    g_x, g_topk_weights = testing.oracle_dispatch_grad(oracle, i.g_recv_x, i.g_recv_weights)
+    nodes = dict(ranks_per_node=sizes.ranks_per_node)
+    g_x, g_topk_weights = testing.oracle_dispatch_grad(oracle, i.g_recv_x, i.g_recv_weights, **nodes)
     same(result["g_x"], g_x, "gradient of x")
     same(result["g_topk_weights"], g_topk_weights, "gradient of topk_weights")
-    same(result["sum"], testing.oracle_combine(oracle, i.y, bias=i.bias, quantize=sizes.wire), "combine with bias")
+    expected = testing.oracle_combine(oracle, i.y, bias=i.bias, quantize=sizes.wire, **nodes)
+    same(result["sum"], expected, "combine with bias")
     if sizes.wire is not None:
-        plain = testing.oracle_combine(oracle, i.y, bias=i.bias)
-        allowed = testing.wire_tolerance(oracle, i.y, bias=i.bias)
+        plain = testing.oracle_combine(oracle, i.y, bias=i.bias, **nodes)
+        allowed = testing.wire_tolerance(oracle, i.y, bias=i.bias, **nodes)
         testing.within(result["sum"], plain, allowed, "combine with bias against the unquantised")
     same(result["g_bias"], i.g_out, "gradient of bias")
     if sizes.layout != "token":
-        expected = testing.oracle_combine(oracle, i.y, i.weights)
-        allowed = testing.combine_tolerance(oracle, i.y, i.weights)
+        expected = testing.oracle_combine(oracle, i.y, i.weights, **nodes)
+        allowed = testing.combine_tolerance(oracle, i.y, i.weights, **nodes)
         if sizes.wire is not None:
-            allowed = allowed + testing.wire_tolerance(oracle, i.y, i.weights)
+            allowed = allowed + testing.wire_tolerance(oracle, i.y, i.weights, **nodes)
         testing.within(result["weighted"], expected, allowed, "weighted combine")
         g_y, g_weights = testing.oracle_combine_grad(oracle, i.y, i.g_out, i.weights)
         same(result["g_y_weighted"], g_y, "gradient of y")

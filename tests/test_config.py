@@ -26,7 +26,10 @@ from jax_ep import testing
         ("staging", "never", ValueError),
         ("copies", "bulk", ValueError),
         ("debug_checks", True, NotImplementedError),
-        ("ranks_per_node", 4, NotImplementedError),
+        ("ranks_per_node", 0, ValueError),
+        ("ranks_per_node", -2, ValueError),
+        ("ranks_per_node", 2.0, TypeError),
+        ("ranks_per_node", True, TypeError),
     ],
 )
 def test_mistakes_name_the_knob(name, value, error):

@@ -56,6 +56,8 @@ PROGRAMS = [
     Sizes(3, 6, 5, 2, 128, "bfloat16", expert_alignment=4, quantize="fp8"),
     Sizes(2, 8, 6, 3, 256, "float32", layout="token", capacity=7, quantize="fp8_ue8m0"),
     Sizes(4, 8, 5, 2, 128, "float16", layout="batched", quantize="fp8_wire"),
+    Sizes(4, 8, 7, 6, 8, "bfloat16", layout="token", ranks_per_node=2),
+    Sizes(8, 16, 5, 9, 8, "float16", capacity=40, expert_alignment=4, ranks_per_node=3),
 ]
 
 # Called with a window that is drawn too.
@@ -79,7 +81,7 @@ def name(sizes: Sizes) -> str:
 
 def test_enough_routings_over_few_programs():
     programs = PROGRAMS + WINDOWED
-    assert len(set(programs)) == len(programs) <= 40
+    assert len(set(programs)) == len(programs) <= 42
     assert len(programs) * ROUTINGS_PER_PROGRAM >= 500
 
 
@@ -87,7 +89,9 @@ def check_exactly(sizes, result, inputs, oracle):
     """`check` without the tolerance of the contract, which the data here does not need."""
     check(sizes, result, inputs, oracle)
     if "weighted" in result:
-        expected = testing.oracle_combine(oracle, inputs.y, inputs.weights, quantize=sizes.wire)
+        expected = testing.oracle_combine(
+            oracle, inputs.y, inputs.weights, quantize=sizes.wire, ranks_per_node=sizes.ranks_per_node
+        )
         testing.same_bits(result["weighted"], expected, "weighted")
         _, g_weights = testing.oracle_combine_grad(oracle, inputs.y, inputs.g_out, inputs.weights)
         testing.same_bits(result["g_weights"], g_weights, "gradient of weights")

@@ -251,6 +251,21 @@ def test_falls_back_with_one_logged_line(make_mesh, monkeypatch, caplog):
     assert message.startswith("using the pure-JAX implementation")
 
 
+def test_several_nodes_are_pure_jax(make_mesh, usable, caplog):
+    """Nodes have no CUDA transport yet: "cuda" says so, None falls back with one line before set-up is asked."""
+    nodes = jax_ep.Config(ranks_per_node=1)
+    expected = r"ranks_per_node=1 splits 2 ranks into 2 nodes.*nvshmem transport"
+    with caplog.at_level(logging.WARNING, logger="jax_ep"):
+        assert not calls(lowered(make_mesh(2), config=nodes))
+    (message,) = [r.getMessage() for r in caplog.records if re.search(expected, r.getMessage())]
+    assert message.startswith("using the pure-JAX implementation")
+    with pytest.raises(NotImplementedError, match=rf'implementation="cuda".*{expected}.*use implementation="xla"'):
+        lowered(make_mesh(2), config=nodes, implementation="cuda")
+    assert not calls(lowered(make_mesh(2), config=nodes, implementation="xla")) and not usable
+    for ranks_per_node in (2, 3):  # one node
+        assert calls(lowered(make_mesh(2), config=jax_ep.Config(ranks_per_node=ranks_per_node), implementation="cuda"))
+
+
 def test_xla_is_never_replaced(make_mesh, usable):
     assert not calls(lowered(make_mesh(2), implementation="xla")) and not usable
 
