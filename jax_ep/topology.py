@@ -160,7 +160,8 @@ def exchange_hosts(processes: set[int], timeout_s: float = 300.0) -> dict[int, s
     for process in sorted(processes):
         if process >= world.num_processes:
             raise errors.SetupError(
-                f"the mesh has devices of process {process}, but this job has {world.num_processes} process(es)"
+                f"the mesh has devices of process {process}, but this job has {world.num_processes} process(es); "
+                "call jax.distributed.initialize first, or pass devices of this job"
             )
         if process == world.process_index:
             found[process] = own

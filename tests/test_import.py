@@ -31,6 +31,7 @@ def test_public_names():
         for f in (
             jax_ep.dispatch,
             jax_ep.combine,
+            jax_ep.make_mesh,
             jax_ep.quantize,
             jax_ep.routing_layout,
             jax_ep.windowed,
@@ -42,6 +43,13 @@ def test_public_names():
         assert isinstance(getattr(jax_ep, name), type)
     for name in ("PeerTimeout", "PeerLost", "MismatchError", "PeerFailed", "SetupTimeout", "SetupError"):
         assert issubclass(getattr(jax_ep.errors, name), jax_ep.errors.EpError)
-    for function in (jax_ep.dispatch, jax_ep.combine, jax_ep.quantize, jax_ep.routing_layout, jax_ep.windowed):
+    for function in (
+        jax_ep.dispatch,
+        jax_ep.combine,
+        jax_ep.make_mesh,
+        jax_ep.quantize,
+        jax_ep.routing_layout,
+        jax_ep.windowed,
+    ):
         for section in ("Example:", "Args:", "Returns:", "Raises:", "Notes:", "Source:"):
             assert section in function.__doc__

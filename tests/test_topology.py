@@ -10,6 +10,7 @@ import itertools
 import random
 import re
 import sys
+import threading
 import types
 
 import jax
@@ -256,6 +257,40 @@ def test_command_in_one_process(capsys, monkeypatch, has_rich):
     assert pairs["0-2"] == ["same", "-", "xla", "-"]
 
 
+def test_one_pair_at_a_time(make_mesh):
+    """The measured program sends the buffer of one rank away and back, and nothing else, as often as it says."""
+    mesh = make_mesh(4)
+    program = command._ping_pong(mesh, 1, 3, 5)
+    x = np.arange(1, 5, dtype=np.float32)[:, None] * np.ones(3, np.float32)
+    assert np.asarray(program(x)).tolist() == [[0] * 3, [2] * 3, [0] * 3, [0] * 3]
+    text = program.lower(x).as_text()
+    assert "[[1, 3]]" in text and "[[3, 1]]" in text and text.count('"stablehlo.collective_permute"(') == 2
+    assert sorted(command._pairs(4)) == list(itertools.combinations(range(4), 2))
+
+
+def test_a_step_that_hangs_ends_the_process(monkeypatch, capsys):
+    left = threading.Event()
+    monkeypatch.setattr(command, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(command.os, "_exit", lambda status: status == command.STUCK and left.set())
+    watchdog = command._Watchdog()
+    watchdog.feed("what is soon over")
+    watchdog.feed("ranks 2 and 5")
+    assert left.wait(10)
+    watchdog.end()
+    assert capsys.readouterr().err == "topology: stuck for 0.05 s at ranks 2 and 5\n"
+
+
+def test_options(monkeypatch, capsys):
+    called = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: called.append("initialize"))
+    monkeypatch.setattr(command, "_run", lambda *args: called.append(args[:2]))
+    assert command.main(["--distributed", "--mib", "0.5", "--seconds", "7"]) == 0
+    assert called == ["initialize", (2**19, 7.0)]
+    with pytest.raises(SystemExit):
+        command.main(["--mib", "0"])
+    assert "--mib must be positive" in capsys.readouterr().err
+
+
 def test_links_without_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert _links.links(["GPU-a"]) == {}
@@ -280,6 +315,11 @@ def nvml(monkeypatch):
             raise NVMLError
         return 1
 
+    def remote_end(gpu, link):
+        if remote[gpu][link] == "bus-switch" and link % 2:  # some drivers do not say
+            raise NVMLError
+        return types.SimpleNamespace(busId=remote[gpu][link])
+
     fake.NVMLError, fake.NVML_NVLINK_MAX_LINKS = NVMLError, 36
     fake.NVML_P2P_CAPS_INDEX_NVLINK, fake.NVML_P2P_STATUS_OK = 2, 0
     fake.nvmlInit = fake.nvmlShutdown = lambda: None
@@ -288,7 +328,7 @@ def nvml(monkeypatch):
     fake.nvmlDeviceGetUUID = lambda gpu: gpu
     fake.nvmlDeviceGetP2PStatus = lambda one, other, caps: 0 if "GPU-d" not in (one, other) else 5
     fake.nvmlDeviceGetNvLinkState = link_state
-    fake.nvmlDeviceGetNvLinkRemotePciInfo = lambda gpu, link: types.SimpleNamespace(busId=remote[gpu][link])
+    fake.nvmlDeviceGetNvLinkRemotePciInfo = remote_end
     fake.nvmlDeviceGetPciInfo = lambda gpu: types.SimpleNamespace(busId=f"bus-{gpu}")
     fake.nvmlDeviceGetTopologyCommonAncestor = lambda one, other: 50
     monkeypatch.setitem(sys.modules, "pynvml", fake)

@@ -19,5 +19,5 @@ def main(argv: list[str] | None = None) -> int:
     if argv and argv[0] in COMMANDS:
         return importlib.import_module(f"jax_ep.cli.{argv[0]}").main(argv[1:])
     print("usage: python -m jax_ep COMMAND [--help]\n")
-    print("\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items()))
+    print("\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items()))
     return 0 if argv and argv[0] in ("-h", "--help") else 2

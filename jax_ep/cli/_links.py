@@ -58,12 +58,16 @@ def _link(nvml: Any, one: Any, other: Any) -> str:
 
 
 def _active_links(nvml: Any, gpu: Any) -> list[str]:
-    """PCI bus id at the far end of every active NVLink."""
+    """PCI bus id at the far end of every active NVLink, "" where NVML keeps it to itself."""
     ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
-            if nvml.nvmlDeviceGetNvLinkState(gpu, link):
-                ends.append(_text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId))
+            if not nvml.nvmlDeviceGetNvLinkState(gpu, link):
+                continue
         except nvml.NVMLError:  # this GPU has fewer links
             continue
+        try:
+            ends.append(_text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId))
+        except nvml.NVMLError:
+            ends.append("")
     return ends

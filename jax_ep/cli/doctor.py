@@ -20,7 +20,17 @@ import jax_ep
 from jax_ep import _ffi, group
 from jax_ep.cli import launch, mps
 
-PACKAGES = ("flax", "optax", "orbax-checkpoint", "tokamax", "matplotlib", "nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13")
+PACKAGES = (
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "tokamax",
+    "matplotlib",
+    "rich",
+    "nvidia-ml-py",
+    "nvidia-nvshmem-cu12",
+    "nvidia-nvshmem-cu13",
+)
 
 
 def _version(package: str) -> str | None:
