@@ -291,6 +291,19 @@ def test_options(monkeypatch, capsys):
     assert "--mib must be positive" in capsys.readouterr().err
 
 
+def test_what_is_known_is_shown_when_a_pair_fails(monkeypatch, capsys):
+    def measure(mesh, x, one, other):
+        if (one, other) == (2, 3):
+            raise RuntimeError("no way between them")
+        return 12.5
+
+    monkeypatch.setattr(command, "_measure", measure)
+    with pytest.raises(RuntimeError, match="no way"):
+        command.main([])
+    out = capsys.readouterr().out
+    assert out.count("12.5") == 2 and "26 of 28 pairs were not measured" in out
+
+
 def test_links_without_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert _links.links(["GPU-a"]) == {}
