@@ -172,17 +172,17 @@ def combine(
 
     if quantize is None:
         partials = send_back(partial)
-        partial_of_rank = lambda d: _to_f32(partials[d])
     else:
         data, scale = to_fp8(partial, "fp8")
         data, scale = send_back(lax.bitcast_convert_type(data, jnp.uint8)), send_back(scale)
-        # Products are rounded before they are added: XLA may contract the two.
-        partial_of_rank = lambda d: lax.optimization_barrier(
-            from_fp8(lax.bitcast_convert_type(data[d], jnp.float8_e4m3fn), scale[d], jnp.float32)
+        # Products are rounded before they are added, but XLA contracts the two where it sees both: inside a loop on CPU
+        # in spite of a barrier, so they are made before the loop, which with one rank is none.
+        partials = lax.optimization_barrier(
+            from_fp8(lax.bitcast_convert_type(data, jnp.float8_e4m3fn), scale, jnp.float32)
         )
 
     def add_rank(d, acc):
-        return acc + jnp.where(slot[:, d, None] >= 0, partial_of_rank(d), 0.0)
+        return acc + jnp.where(slot[:, d, None] >= 0, _to_f32(partials[d]), 0.0)
 
     zeros = jnp.zeros((num_tokens, hidden), jnp.float32)
 

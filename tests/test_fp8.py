@@ -155,28 +155,30 @@ def test_pairs_of_other_formats(make_mesh, data):
 
 def check_products(mesh, num_ranks, dtype):
     """The scaled partial sums are rounded before they are added, as users compile: no fused multiply-add."""
-    x, idx = testing.random_rows((num_ranks, 32, HIDDEN), dtype), np.zeros((num_ranks, 32, 1), np.int32)
-    idx[:, :, 0] = np.arange(32) % num_ranks
-    bias = testing.random_rows(x.shape, dtype, 1)
+    kwargs = dict(num_experts=2 * num_ranks, layout="token")
+    column = np.arange(2, dtype=np.int32)  # on two ranks where there are so many, whose products are added
+    idx = np.tile(2 * ((np.arange(32, dtype=np.int32)[:, None] + column) % num_ranks) + column, (num_ranks, 1, 1))
+    x, bias = (testing.random_rows((num_ranks, 32, HIDDEN), dtype, seed) for seed in (0, 1))
+    oracle = testing.oracle_dispatch(x, idx, **kwargs)
+    y = testing.random_rows(oracle.x.shape, dtype, 2)
 
-    def run(x, idx, bias):
-        recv = jax_ep.dispatch(x, idx, num_experts=num_ranks, axis_name="ep", layout="token", implementation="xla")
-        return jax_ep.combine(recv.x, recv.handle, bias=bias, quantize="fp8_wire")
+    def run(x, idx, y, bias):
+        handle = jax_ep.dispatch(x, idx, axis_name="ep", implementation="xla", **kwargs).handle
+        return jax_ep.combine(y, handle, bias=bias, quantize="fp8_wire")
 
-    out = testing.on_ranks(run, mesh)(x, idx, bias)
-    oracle = testing.oracle_dispatch(x, idx, num_experts=num_ranks, layout="token")
-    expected = testing.oracle_combine(oracle, oracle.x, bias=bias, quantize="fp8_wire")
+    out = testing.on_ranks(run, mesh)(x, idx, y, bias)
+    expected = testing.oracle_combine(oracle, y, bias=bias, quantize="fp8_wire")
     testing.same_bits(out, expected)
     if dtype == "float32" and num_ranks == 1:  # a fused multiply-add would have been noticed
-        codes, scale = testing.oracle_quantize(x)
+        codes, scale = testing.oracle_quantize(y)
         exact = codes.astype(np.float64) * np.repeat(scale.astype(np.float64), 128, -1) + bias
         assert (exact.astype(np.float32) != expected).any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_products_stay_apart_from_sums(make_mesh, num_ranks, dtype):
-    """`check_products` with one rank, where the compiler sees through the loop over ranks, and with two."""
+    """`check_products` with one rank, where the compiler sees through the loop over ranks, and with more."""
     check_products(make_mesh(num_ranks), num_ranks, dtype)
 
 

@@ -100,7 +100,7 @@ def test_one_node_and_one_rank_per_node():
     assert all((np.asarray(a) != np.asarray(b)).any() for a, b in zip(one_node, pairs, strict=True))
 
 
-def test_nodes_of_fp8_sums_are_rounded_once_more():
+def test_nodes_of_fp8_sums_are_rounded_once_more(make_mesh):
     """A dequantised sum is no number of the payload dtype: one rank per node rounds it, one node does not."""
     sizes = Sizes(2, 4, num_topk=4, hidden=128, quantize="fp8_wire")
     idx = ExchangeCases().routing("uniform", sizes)
@@ -113,7 +113,7 @@ def test_nodes_of_fp8_sums_are_rounded_once_more():
         ]
         return [jax_ep.combine(y, handle, quantize="fp8_wire") for handle in handles]
 
-    outs = program(run, 2)(inputs.x, idx, inputs.y)
+    outs = testing.on_ranks(run, make_mesh(2))(inputs.x, idx, inputs.y)
     for out, ranks_per_node in zip(outs, (None, 1), strict=True):
         expected = testing.oracle_combine(oracle, inputs.y, quantize="fp8_wire", ranks_per_node=ranks_per_node)
         testing.same_bits(out, expected, f"ranks_per_node={ranks_per_node}")
