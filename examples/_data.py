@@ -27,11 +27,11 @@ def unigram_entropy(corpus: np.ndarray) -> float:
     return float(-np.sum(share * np.log(share)))
 
 
-def batch_at(corpus: np.ndarray, step: int, batch: int, length: int, seed: int) -> np.ndarray:
-    """Global batch of a step, [batch, length + 1] i32.
+def batch_at(corpus: np.ndarray, step: int, batch: int, length: int, seed: int, rows=slice(None)) -> np.ndarray:
+    """Sequences `rows` of the global batch of a step, [len(rows), length + 1] i32; default: all of it.
 
     A function of step and seed only, so that a restored run and a run on other devices see the same text.
     """
     rng = np.random.default_rng((seed, step))
-    starts = rng.integers(0, corpus.size - length, batch)
+    starts = rng.integers(0, corpus.size - length, batch)[rows]
     return corpus[starts[:, None] + np.arange(length + 1)].astype(np.int32)

@@ -1,13 +1,16 @@
 """The examples as a user runs them, in short form: a fresh process each, with the script's own choice of devices.
 
 Covers: the worked example's numbers; training lowers the loss; plot, loss log, checkpoint and restore; the same losses
-from one process with eight devices and from two processes, and in two layouts; layout "batched" with FP8 rows.
+from one process with eight devices and from two processes, and in two layouts; layout "batched" with FP8 rows; training
+over several processes that Slurm's variables, the launcher or arguments bring together, and its restart.
 """
 
 import json
 import os
 import pathlib
 import re
+import shutil
+import socket
 import subprocess
 import sys
 
@@ -20,15 +23,34 @@ EXAMPLES = ROOT / "examples"
 SMALL = "--hidden 32 --ffn 32 --layers 1 --batch 8 --length 32 --capacity-factor 0 --steps 40".split()
 
 
-def run(*command):
-    """Output of `python *command` in an environment without this test suite's devices."""
+def start(*command, **variables):
+    """`python *command` with these variables, in an environment without this test suite's devices."""
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     env |= {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH")))), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=env, capture_output=True, text=True, errors="replace", timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    return subprocess.Popen([sys.executable, *map(str, command)], env=env | variables, **pipes)
+
+
+def outputs(processes):
+    """What each process wrote, once all have ended well; none is left behind."""
+    try:
+        texts = [process.communicate(timeout=600) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, error) in zip(processes, texts, strict=True):
+        assert process.returncode == 0, out + error
+    return [out for out, _ in texts]
+
+
+def run(*command, **variables):
+    return outputs([start(*command, **variables)])[0]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +120,106 @@ def test_batched_layout_with_fp8_rows(tmp_path):
     assert np.all(np.isfinite(losses)) and losses[-1] < losses[0] - 0.2
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_training_over_processes_and_restart(tmp_path):
+    """Six steps equal three, a restart and three: on the same mesh bit by bit, on other processes closely."""
+    sizes = "--hidden 16 --ffn 16 --heads 2 --layers 1 --batch 8 --length 16 --capacity-factor 0 --warmup 2".split()
+    common = [EXAMPLES / "train_multihost.py", *sizes, "--steps", 6, "--ep", 2]
+    fast = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # of the compiler, for which most of the time goes
+    folder, other, logs = tmp_path / "run", tmp_path / "other", [tmp_path / f"{i}.json" for i in range(3)]
+
+    def slurm(process):  # what srun sets, for four tasks of one node
+        names = {"JOB_ID": 7, "STEP_NODELIST": "localhost", "NTASKS": 4, "PROCID": process, "LOCALID": process}
+        return {f"SLURM_{name}": str(value) for name, value in names.items()} | {"JAX_COORDINATOR_PORT": str(port)}
+
+    port = free_port()
+    whole = [*common, "--checkpoint-every", 3, "--out", folder, "--log-losses", logs[0]]
+    text = outputs([start(*whole, **fast, **slurm(process)) for process in range(4)])[0]
+    assert "4 devices (cpu), mesh data 2 x expert 2" in text
+    assert "processes: 4, hosts: 1, hosts of one expert group: 1" in text
+    assert "2 of 8 sequences are read by process 0" in text
+    steps = sorted(p.name for p in (folder / "checkpoint").iterdir() if p.name.isdigit())
+    assert steps == ["3", "6"]
+
+    shutil.rmtree(folder / "checkpoint" / "6")  # as if the job had ended before it
+    shutil.copytree(folder, other)
+    launch = ["-m", "jax_ep", "launch", "--ranks", 4, "--platform", "cpu"]
+    run(*launch, *common, "--resume", "--out", folder, "--log-losses", logs[1], **fast)
+
+    address = f"127.0.0.1:{free_port()}"
+    two = [*common, "--resume", "--shard-rest", "--ranks-per-node", 1, "--out", other, "--log-losses", logs[2]]
+    two += ["--coordinator", address, "--num-processes", 2, "--process-id"]
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    text = outputs([start(*two, process, **fast, **devices) for process in range(2)])[0]
+    assert "processes: 2, hosts: 1" in text and "4 of 8 sequences are read by process 0" in text
+
+    straight, resumed, elsewhere = (json.loads(log.read_text()) for log in logs)
+    assert straight["first_step"] == 0 and resumed["first_step"] == elsewhere["first_step"] == 3
+    assert len(straight["losses"]) == 6 and straight["losses"][-1] < straight["losses"][0]
+    assert resumed["losses"] == straight["losses"][3:]
+    np.testing.assert_allclose(elsewhere["losses"], straight["losses"][3:], rtol=1e-5)
+
+
+def test_launchers_that_jax_knows(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import _training
+
+    for names in _training.LAUNCHERS.values():
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    assert _training.find_launcher() is None
+    for launcher, names in _training.LAUNCHERS.items():
+        with monkeypatch.context() as patch:
+            for name in names:
+                assert _training.find_launcher() is None
+                patch.setenv(name, "2")
+            assert _training.find_launcher() == launcher
+    with monkeypatch.context() as patch:  # a shell of one task is no job of several processes
+        for name in _training.LAUNCHERS["Slurm"]:
+            patch.setenv(name, "1")
+        assert _training.find_launcher() is None
+
+
+def test_job_files(monkeypatch):
+    """docs/multihost.md: shell and manifest can be read, and name options and settings that there are."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import train_multihost
+    import yaml
+
+    import jax_ep
+
+    text = (ROOT / "docs" / "multihost.md").read_text()
+    shell, manifests = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("bash", "yaml"))
+    for script in shell:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    commands = [c for script in shell for c in re.findall(r"train_multihost\.py(?:[^\n]*\\\n)*[^\n]*", script)]
+    commands += re.findall(r"train_multihost\.py([^`]*)`", text.split("## What to check", 1)[1])
+    service, job = yaml.safe_load_all(manifests[0])
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    commands.append(" ".join(container["args"]))
+    assert len(commands) >= 6
+    for command in commands:
+        words = re.sub(r"\$\w+", "1", command.replace("\\\n", " ")).replace("'", "").split()
+        args = train_multihost.parse_args([w for w in words if not w.endswith("train_multihost.py")])
+        assert args.experts % args.ep == 0 and args.steps > 0
+    assert set(re.findall(r"Config\.(\w+)", text)) <= set(jax_ep.Config.__dataclass_fields__)
+
+    pods = job["spec"]
+    assert pods["completionMode"] == "Indexed" and pods["completions"] == pods["parallelism"]
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {
+        "job-name": job["metadata"]["name"]
+    }
+    env = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert int(env["JAX_NUM_PROCESSES"]) == pods["completions"]
+    name, subdomain = job["metadata"]["name"], pods["template"]["spec"]["subdomain"]
+    assert (
+        env["JAX_COORDINATOR_ADDRESS"].startswith(f"{name}-0.{subdomain}:") and subdomain == service["metadata"]["name"]
+    )
+    volumes = [volume["name"] for volume in pods["template"]["spec"]["volumes"]]
+    assert volumes == [mount["name"] for mount in container["volumeMounts"]]
+
+
 def test_corpus_is_python_source(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import _data
@@ -110,3 +232,5 @@ def test_corpus_is_python_source(monkeypatch):
     assert all(row.astype(np.uint8).tobytes() in corpus.tobytes() for row in batch)
     np.testing.assert_array_equal(batch, _data.batch_at(corpus, step=3, batch=4, length=16, seed=1))
     assert np.any(batch != _data.batch_at(corpus, step=4, batch=4, length=16, seed=1))
+    part = _data.batch_at(corpus, step=3, batch=4, length=16, seed=1, rows=np.array([1, 3]))
+    np.testing.assert_array_equal(part, batch[[1, 3]])
