@@ -156,6 +156,14 @@ struct WireRow {
   JAX_EP_HD static int64_t bytes(int64_t hidden) { return (hidden + kGroup - 1) / kGroup * kGroupBytes; }
 };
 
+// Does combine keep a sum per slot, and how many bytes does it have as it crosses? Without sums peers read y itself.
+JAX_EP_HD bool has_partials(Layout layout, Quantize quantize) {
+  return layout != Layout::kToken || quantize == Quantize::kFp8Wire;
+}
+JAX_EP_HD int64_t partial_row_bytes(int64_t y_bytes, DType dtype, Quantize quantize) {
+  return quantize == Quantize::kFp8Wire ? WireRow::bytes(y_bytes / dtype_bytes(dtype)) : y_bytes;
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // What a rank knows of each peer: device table [num_ranks], filled at set-up, constant afterwards.
 struct Peer {

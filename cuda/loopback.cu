@@ -28,7 +28,6 @@ int64_t side_bytes(const LoopbackShape &s) {
 int64_t num_rows(const LoopbackShape &s) {
   return s.layout == Layout::kBatched ? int64_t(s.num_experts / s.num_ranks) * s.capacity : s.capacity;
 }
-bool has_partials(const LoopbackShape &s) { return s.layout != Layout::kToken || s.wire != Quantize::kNone; }
 
 // Name -> bytes of one rank's buffer.
 std::map<std::string, int64_t> buffer_sizes(const LoopbackShape &s) {
@@ -44,7 +43,7 @@ std::map<std::string, int64_t> buffer_sizes(const LoopbackShape &s) {
           {"y", N * s.row_bytes}, {"y_weights", s.has_weights && !is_token ? N * 4 : 0}, {"scalars", scalars},
           {"bias", s.has_bias ? T * s.row_bytes : 0}, {"out", T * s.row_bytes},
           {"out_scalars", s.has_weights ? T * K * 4 : 0},
-          {"partial", has_partials(s) ? S * partial_row_bytes(s.row_bytes, s.dtype, s.wire) : 0}};
+          {"partial", has_partials(s.layout, s.wire) ? S * partial_row_bytes(s.row_bytes, s.dtype, s.wire) : 0}};
 }
 
 } // namespace
@@ -148,7 +147,7 @@ DispatchParams Loopback::dispatch_params(int rank, bool is_route) const {
 CombineParams Loopback::combine_params(int rank) const {
   CombineParams p{};
   p.call = call(rank, Op::kCombine, partial_row_bytes(shape_.row_bytes, shape_.dtype, shape_.wire), 0,
-                {has_partials(shape_) ? "partial" : "y", "scalars", "y", "y_weights", ""});
+                {has_partials(shape_.layout, shape_.wire) ? "partial" : "y", "scalars", "y", "y_weights", ""});
   p.y = at<char>("y", rank), p.y_bytes = shape_.row_bytes;
   p.weights = at<float>("y_weights", rank), p.scalars = at<float>("scalars", rank);
   p.bias = at<char>("bias", rank), p.topk_clean = at<int32_t>("topk_clean", rank);

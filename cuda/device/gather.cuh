@@ -13,7 +13,7 @@ namespace jax_ep {
 
 // The rows of one sum. Lane i < count holds the address of row i of the sum; its factor may still be on its way from
 // memory when the row is fetched, so it stays in the lane that asked for it until
-// `weight_in_order` below.
+// GatherStep::weight_in_order.
 struct Rows {
   const char *src;
   float weight;
@@ -128,8 +128,8 @@ struct WarpShare { unsigned warp, num_warps; };
 // lanes call it together, those that want nothing with `at` < 0. `room`: the block's stages; `bars`: two barriers per
 // warp; `parity`: of both, kept between calls.
 template <bool kBulk, class Ask, class RowsOf, class Sink>
-__device__ __forceinline__ void gather_sums(const GatherPlan &plan, WarpShare share, unsigned num_sums, char *room, BulkBarrier *bars,
-                            unsigned &parity, Ask ask, RowsOf rows_of, Sink sink) {
+__device__ __forceinline__ void gather_sums(const GatherPlan &plan, WarpShare share, unsigned num_sums, char *room,
+                                            BulkBarrier *bars, unsigned &parity, Ask ask, RowsOf rows_of, Sink sink) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   if (warp >= plan.num_warps) return;
   GatherSteps<Ask, RowsOf> steps(plan, num_sums, share.warp, share.num_warps, ask, rows_of);

@@ -43,6 +43,23 @@ __device__ __forceinline__ uint32_t to_e4m3(float v, float inverse) {
   return __nv_cvt_float_to_fp8(q, __NV_SATFINITE, __NV_E4M3);
 }
 
+// A lane's kLanes channels to e4m3, with the scale of its block, which 128 / kLanes neighbouring lanes share. All lanes of
+// the warp call it together.
+template <int kLanes>
+__device__ __forceinline__ Fp8Scale quantize_vector(const float *f, Quantize kind, uint32_t (&words)[kLanes / 4]) {
+  float amax = 0.f;
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) amax = fmaxf(amax, finite_magnitude(f[i]));
+#pragma unroll
+  for (int step = 128 / kLanes / 2; step; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
+  const Fp8Scale scale = fp8_scale(amax, kind);
+#pragma unroll
+  for (int i = 0; i < kLanes / 4; ++i) words[i] = 0;
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) words[i / 4] |= to_e4m3(f[i], scale.inverse) << (8 * (i % 4));
+  return scale;
+}
+
 // One warp: `channels` (a multiple of 128) of a row to e4m3, and a scale for each 128 of them. All pointers may be to
 // shared or global memory; `x` is aligned to 16 bytes, `q` to 8.
 template <DType kType>
@@ -53,17 +70,11 @@ __device__ __forceinline__ void warp_quantize(const char *x, int channels, char 
   for (int base = 0; base < channels; base += kWarpSize * kLanes) {
     const int channel = base + lane * kLanes; // lanes of a group are all inside the row, or all outside
     const bool is_inside = channel < channels;
-    float f[kLanes], amax = 0.f;
+    float f[kLanes];
     Row::unpack(is_inside ? *reinterpret_cast<const int4 *>(x + channel * (16 / kLanes)) : int4{}, f);
-#pragma unroll
-    for (int i = 0; i < kLanes; ++i) amax = fmaxf(amax, finite_magnitude(f[i]));
-#pragma unroll
-    for (int step = kGroupLanes / 2; step; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
+    uint32_t word[kLanes / 4];
+    const Fp8Scale scale = quantize_vector<kLanes>(f, kind, word);
     if (!is_inside) continue;
-    const Fp8Scale scale = fp8_scale(amax, kind);
-    uint32_t word[kLanes / 4] = {};
-#pragma unroll
-    for (int i = 0; i < kLanes; ++i) word[i / 4] |= to_e4m3(f[i], scale.inverse) << (8 * (i % 4));
 #pragma unroll
     for (int i = 0; i < kLanes / 4; ++i) reinterpret_cast<uint32_t *>(q + channel)[i] = word[i];
     if (lane % kGroupLanes) continue;

@@ -34,7 +34,7 @@ ffi::ErrorOr<CallAttributes> CallAttributes::read(const ffi::Dictionary &attrs) 
       {"expert_alignment", &a.expert_alignment}, {"zero_tail", &a.zero_tail},
       {"num_sms", &a.num_sms},             {"staging_bytes", &a.staging_bytes},
       {"force_staged", &a.force_staged},   {"force_vector", &a.force_vector},
-       {"setup_timeout_ns", &a.setup_timeout_ns},
+      {"setup_timeout_ns", &a.setup_timeout_ns},
       {"first_timeout_ns", &a.first_timeout_ns}, {"timeout_ns", &a.timeout_ns}};
   for (const auto &f : fields) {
     auto value = attrs.get<int64_t>(f.name);

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "cuda/kernels/combine_peer.h"
+#include "cuda/kernels/params.h"
 #include "cuda/runtime/registry.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -26,9 +26,9 @@ ffi::Error combine(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   p.use_bulk = a->use_bulk(**rank);
   const int64_t weights_bytes = b.arg_dim(1, 0) > 0 ? C * 4 : 0;
   const int64_t scalars_bytes = b.arg_dim(2, 0) > 0 ? C * 4 * (is_token_layout ? K : 1) : 0;
-  const bool has_partials = !is_token_layout || p.quantize == Quantize::kFp8Wire;
+  const bool is_summed = has_partials(p.layout, p.quantize);
   const int64_t crossing_bytes = partial_row_bytes(p.y_bytes, p.dtype, p.quantize);
-  const int64_t partial_bytes = has_partials ? S * crossing_bytes : 0;
+  const int64_t partial_bytes = is_summed ? S * crossing_bytes : 0;
   p.y = b.arg<const char>(0, C * a->row_bytes);
   p.weights = b.arg<const float>(1, weights_bytes);
   p.scalars = b.arg<const float>(2, scalars_bytes);
@@ -45,7 +45,7 @@ ffi::Error combine(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   p.outputs.add(p.out, T * a->row_bytes);
   if (p.out_scalars) p.outputs.add(p.out_scalars, T * K * 4);
   // Peers read partial sums, and y itself where a token has one row here.
-  const Shared y{p.y, C * a->row_bytes}, rows = has_partials ? Shared{p.partial, partial_bytes} : y;
+  const Shared y{p.y, C * a->row_bytes}, rows = is_summed ? Shared{p.partial, partial_bytes} : y;
   p.call = make_call(**rank, *a, Op::kCombine, {T, C, weights_bytes > 0, scalars_bytes > 0},
                      {rows, {p.scalars, scalars_bytes}, y, {p.weights, weights_bytes}, {}});
   p.call.row_bytes = crossing_bytes;

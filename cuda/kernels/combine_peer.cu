@@ -22,7 +22,6 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kSharedBudget = kBulkSharedBytes;
 constexpr int kReduceBatch = 2048;        // slots that a block looks through at a time
 constexpr int kItemsPerWarp = 4;          // with fewer tokens per warp their rows are cut into pieces
 constexpr int kPieceBytes = 48 * 1024;    // and larger sums, too: measured, see docs/performance.md
@@ -34,17 +33,15 @@ struct Plan {
   GatherPlan reduce, pull;
 };
 
-bool has_partials(const CombineParams &p) { return p.layout != Layout::kToken || p.quantize == Quantize::kFp8Wire; }
-
 Plan make_plan(const CombineParams &p) {
   Plan plan{};
   int64_t at = 0;
   auto take = [&](int64_t bytes) { const int64_t here = at; at = round_up(at + bytes, 128); return int(here); };
   plan.table = take(int64_t(p.call.num_ranks) * sizeof(PeerBuffers));
   plan.bars = take(2 * kWarps * sizeof(BulkBarrier));
-  plan.list = take(has_partials(p) ? kReduceBatch * sizeof(uint16_t) : 0);
+  plan.list = take(has_partials(p.layout, p.quantize) ? kReduceBatch * sizeof(uint16_t) : 0);
   plan.room = int(at);
-  const int64_t room = kSharedBudget - at;
+  const int64_t room = kBulkSharedBytes - at;
   const bool is_wire = p.quantize == Quantize::kFp8Wire;
   const int holders = p.call.num_ranks < p.call.num_topk ? p.call.num_ranks : p.call.num_topk;
   // Pieces: one per kPieceBytes of all its rows, and enough for every warp to get a few.
@@ -59,7 +56,7 @@ Plan make_plan(const CombineParams &p) {
   plan.pull = GatherPlan::make(p.call.row_bytes, is_wire ? WireRow::kGroupBytes : kVectorUnit, holders,
                                pieces(p.call.row_bytes, holders), kWarps, room, p.use_bulk);
   const int64_t reduce = plan.reduce.shared_bytes(), pull = plan.pull.shared_bytes();
-  plan.bytes = int(at + (has_partials(p) && reduce > pull ? reduce : pull));
+  plan.bytes = int(at + (has_partials(p.layout, p.quantize) && reduce > pull ? reduce : pull));
   return plan;
 }
 
@@ -294,7 +291,7 @@ cudaError_t launch_combine(CombineParams p, cudaStream_t stream) {
   if (p.num_blocks < 1 || p.num_blocks > kMaxBlocks) return cudaErrorInvalidConfiguration; // workspace size
   const Plan plan = make_plan(p);
   const Kernel kernel = kernel_for(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
-  if (!kernel || plan.pull.num_warps < 1 || (has_partials(p) && plan.reduce.num_warps < 1))
+  if (!kernel || plan.pull.num_warps < 1 || (has_partials(p.layout, p.quantize) && plan.reduce.num_warps < 1))
     return cudaErrorInvalidConfiguration;
   kernel<<<p.num_blocks, kThreads, plan.bytes, stream>>>(p, plan);
   return cudaGetLastError();
@@ -308,7 +305,7 @@ cudaError_t load_combine_kernels() {
     for (int variant = 0; variant < 4; ++variant)
       if (!e && (variant < 2 || has_bulk)) // also loads the kernel's machine code now instead of at its first launch
         e = cudaFuncSetAttribute(kernel_for(type, variant / 2, variant % 2), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 variant / 2 ? kSharedBudget : 96 * 1024);
+                                 variant / 2 ? kBulkSharedBytes : kVectorSharedBytes);
   return e;
 }
 

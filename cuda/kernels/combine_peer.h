@@ -37,11 +37,6 @@ struct CombineParams {
   int32_t use_bulk;            // 1: sm_90 bulk copies
 };
 
-// Bytes of a partial sum as it crosses.
-JAX_EP_HD int64_t partial_row_bytes(int64_t y_bytes, DType dtype, Quantize quantize) {
-  return quantize == Quantize::kFp8Wire ? WireRow::bytes(y_bytes / dtype_bytes(dtype)) : y_bytes;
-}
-
 cudaError_t launch_combine(CombineParams p, cudaStream_t stream);
 cudaError_t load_combine_kernels();
 

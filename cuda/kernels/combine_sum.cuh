@@ -90,18 +90,12 @@ template <DType kType> struct StoreWire {
       vectors_at(s, base, here);
       float acc[1][kLanes] = {};
       sum_vectors<kType, 1, false>(s, fetch, here, weights, acc);
-      float f[kLanes], amax = 0.f;
+      float f[kLanes];
       Row::unpack(Row::pack(acc[0]), f); // rounded to the payload's type before it is quantised
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) amax = fmaxf(amax, finite_magnitude(f[i]));
-#pragma unroll
-      for (int step = kGroupLanes / 2; step; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
-      const Fp8Scale scale = fp8_scale(amax, Quantize::kFp8);
+      uint32_t q[kLanes / 4];
+      const Fp8Scale scale = quantize_vector<kLanes>(f, Quantize::kFp8, q);
       const int at = here[0];
       if (at < 0) continue;
-      uint32_t q[kLanes / 4] = {};
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) q[i / 4] |= to_e4m3(f[i], scale.inverse) << (8 * (i % 4));
       const int channel = at / (16 / kLanes), in_group = channel % WireRow::kGroup;
       char *group = partial + s.index * row_bytes + channel / WireRow::kGroup * WireRow::kGroupBytes;
 #pragma unroll

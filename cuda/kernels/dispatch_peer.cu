@@ -28,8 +28,6 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kMaxStage = 4 * 1024;         // bytes of an operand row that a warp loads at a time
 constexpr int kMaxQuantStage = 4 * 1024;    // when it quantises them
 constexpr int kVectorQuantStage = 2 * 1024; // ... without bulk copies
-constexpr int kSharedBudget = kBulkSharedBytes;
-constexpr int kSharedBudgetSm80 = 96 * 1024;
 constexpr int kZeroPage = 2048;
 constexpr int kZeroWarps = 1;               // warps kept free of rows when bulk copies are used
 
@@ -52,7 +50,7 @@ Plan make_plan(const DispatchParams &p, bool is_route) {
   plan.kept = take(int64_t(p.num_local_experts) * 4);
   plan.zeros = take(p.use_bulk ? kZeroPage : 0);
   plan.room = int(at);
-  const int64_t room = (p.use_bulk ? kSharedBudget : kSharedBudgetSm80) - at;
+  const int64_t room = (p.use_bulk ? kBulkSharedBytes : kVectorSharedBytes) - at;
   const bool quantises = p.quantize != Quantize::kNone;
   MovePlan &move = plan.move;
   if (quantises || p.use_bulk) {
@@ -161,7 +159,7 @@ Kernel kernel_for(bool is_route, bool use_bulk, bool quantises) {
 int max_experts(int num_ranks) {
   // make_plan's room without bulk copies, with one warp that counts: per rank a table entry, a sum of slots and a
   // count; per expert start, total and a count, and its share of the own groups' start and kept.
-  const double room = kSharedBudgetSm80 - 1024 - num_ranks * double(sizeof(PeerBuffers) + 8);
+  const double room = kVectorSharedBytes - 1024 - num_ranks * double(sizeof(PeerBuffers) + 8);
   return room < 0 ? 0 : int(room / (12 + 8.0 / num_ranks));
 }
 
@@ -183,7 +181,7 @@ cudaError_t load_dispatch_kernels() {
     const bool use_bulk = variant / 4;
     if (!e && (!use_bulk || has_bulk)) // also loads the kernel's machine code now instead of at its first launch
       e = cudaFuncSetAttribute(kernel_for(variant & 1, use_bulk, variant & 2), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               use_bulk ? kSharedBudget : kSharedBudgetSm80);
+                               use_bulk ? kBulkSharedBytes : kVectorSharedBytes);
   }
   return e;
 }

@@ -1,9 +1,7 @@
 // Dispatch to ranks whose buffers are out of reach: records of whole tokens through their windows, in rounds.
 #pragma once
 
-#include "cuda/device/quantize.cuh"
-#include "cuda/kernels/receive.cuh"
-#include "cuda/kernels/staging.cuh"
+#include "cuda/kernels/move.cuh"
 
 namespace jax_ep {
 
@@ -20,8 +18,8 @@ template <bool kRoute, bool kQuantize> __device__ void stage_dispatch(const Disp
   if (!any_pair(call, pushes_to, drains_from)) return;
   const Rounds rounds(call, p.num_tokens);
 
-  auto copy_side = [&](char *dst, const char *src) { // of any width
-    for (int64_t i = lane; i < call.side_bytes; i += kWarpSize) dst[i] = src[i];
+  auto copy_one_side = [&](const char *src, char *dst) {
+    copy_side(src, lane == 0 ? dst : nullptr, call.side_bytes, lane);
   };
   auto push = [&](int round) {
     const TokenRange tokens = rounds.tokens(round, p.num_tokens);
@@ -46,7 +44,7 @@ template <bool kRoute, bool kQuantize> __device__ void stage_dispatch(const Disp
         warp_quantize(p.dtype, x, int(call.row_bytes), record, record + shape.side(), p.quantize);
       } else {
         warp_copy(record, x, call.row_bytes, lane);
-        copy_side(record + shape.side(), p.side + token * call.side_bytes);
+        copy_one_side(p.side + token * call.side_bytes, record + shape.side());
       }
     }
   };
@@ -73,7 +71,7 @@ template <bool kRoute, bool kQuantize> __device__ void stage_dispatch(const Disp
       for (; todo; todo &= todo - 1) {
         const int row = is_token_layout ? slot : __shfl_sync(kFullWarp, meta, __ffs(todo) - 1);
         warp_copy(p.recv_x + row * call.row_bytes, record, call.row_bytes, lane);
-        if (p.recv_side) copy_side(p.recv_side + row * call.side_bytes, record + shape.side());
+        if (p.recv_side) copy_one_side(record + shape.side(), p.recv_side + row * call.side_bytes);
       }
     }
   };

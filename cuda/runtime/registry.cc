@@ -10,7 +10,7 @@
 
 namespace jax_ep {
 
-constexpr int kDefaultNumSms = 24; // enough to fill NVLink; the rest of the GPU stays with the model
+constexpr int kDefaultNumSms = 24; // of calls that were lowered for another machine; else lowering chooses (tuning.py)
 
 struct RankContext::Counters {
   std::atomic<int64_t> calls{0};
@@ -188,10 +188,11 @@ void Registry::bind(const BindSpec &spec) {
   bound.max_num_sms = std::min(spec.max_num_sms, kMaxBlocks);
 
   // Own side first: peers may ask for these arenas from now on.
+  if (spec.gpus.size() != spec.groups.size()) fail("the GPU numbers do not fit the groups");
+  for (const auto &one : spec.gpus)
+    if (int(one.size()) != spec.shape.num_ranks) fail("the GPU numbers do not fit the groups");
   for (const auto &group : spec.groups) {
     if (int(group.size()) != spec.shape.num_ranks) fail("a group's size is not num_ranks");
-    if (spec.gpus.size() != spec.groups.size() || spec.gpus[size_t(&group - spec.groups.data())].size() != group.size())
-      fail("the GPU numbers do not fit the groups");
     const std::vector<int> local = local_devices(group, spec.process);
     for (int device : local) {
       LocalDevice::get(device).warm();
