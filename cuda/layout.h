@@ -14,7 +14,7 @@
 
 namespace jax_ep {
 
-constexpr int kProtocol = 3;    // both ends of every mapping compare it before they talk
+constexpr int kProtocol = 4;    // both ends of every mapping compare it before they talk
 constexpr int kMaxTopk = 32;    // one lane of a warp per routed expert of a token
 constexpr int kMaxBlocks = 256; // blocks (= SMs) one call may use; sizes the routing workspace
 constexpr int kMaxCountWords = 1 << 24; // far beyond max_experts(): only keeps a wrong number from looping
@@ -34,6 +34,9 @@ JAX_EP_HD int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / un
 //   announce   epoch << 18 | cause << 16 | culprit << 2 | state   in the *receiver's* mailbox, one per source
 //   finish     epoch << 18 | cause << 16 | culprit << 2 | state   in the receiver's arena, one per source
 //   ready/free epoch << 24 | rounds done                          in the receiver's arena, one per partner (staged)
+//   routed     epoch << 20 | tag                                  latency mode: in the receiver's arena, one per slot,
+//   sent                                                          source and block of the source
+//   credit     epoch                                              latency mode: in the source's arena, one per slot, receiver
 //
 // `culprit` is the rank that a leaver was waiting for (or that ran another program: `cause` 1), passed on from leaver
 // to leaver, so that whoever meets a revoked word can name it.
@@ -53,6 +56,8 @@ JAX_EP_HD bool flag_is_mismatch(uint64_t word) { return word >> 16 & 1; }
 JAX_EP_HD State flag_state(uint64_t word) { return State(word & 3); }
 JAX_EP_HD int flag_culprit(uint64_t word) { return int(word >> 2 & (kMaxRanks - 1)); }
 JAX_EP_HD uint64_t round_word(uint64_t epoch, uint64_t rounds) { return epoch << 24 | rounds; }
+JAX_EP_HD uint64_t sent_word(uint64_t epoch, uint64_t tag) { return epoch << 20 | (tag & 0xfffff); }
+JAX_EP_HD uint64_t sent_epoch(uint64_t word) { return word >> 20; }
 
 // ---------------------------------------------------------------------------------------------------------
 // Announce: what a source tells one receiver at the start of a call. `counts` (per expert, then per rank)
@@ -97,13 +102,18 @@ static_assert(sizeof(Control) == 128, "control block");
 struct ArenaShape {
   int32_t num_ranks;
   int32_t count_words;   // power of two >= num_experts + num_ranks + 1
-  int64_t staging_bytes; // both windows, all partners
+  int64_t staging_bytes; // both windows, all partners; latency mode: all slots
+  int32_t num_slots = 0; // latency mode: calls whose rows may wait in the arena at a time; else 0
 
   JAX_EP_HD int64_t control() const { return 0; }
   JAX_EP_HD int64_t finish() const { return sizeof(Control); }                        // u64 [num_ranks]
   JAX_EP_HD int64_t ready() const { return finish() + flags(); }                      // u64 [num_ranks]
   JAX_EP_HD int64_t free_() const { return ready() + flags(); }                       // u64 [num_ranks]
-  JAX_EP_HD int64_t mailbox() const { return free_() + flags(); }                     // [2][num_ranks] announce + counts
+  JAX_EP_HD int64_t routed() const { return free_() + flags(); }                      // u64 [num_slots][num_ranks][kMaxBlocks]
+  JAX_EP_HD int64_t sent() const { return routed() + block_flags(); }                 // likewise
+  JAX_EP_HD int64_t credit() const { return sent() + block_flags(); }                 // u64 [num_slots][num_ranks]
+  JAX_EP_HD int64_t mailbox() const { return credit() + round_up(int64_t(num_slots) * num_ranks * 8, 128); } // [2][num_ranks]
+                                                                                      // announce + counts
   JAX_EP_HD int64_t announce_stride() const { return sizeof(Announce) + int64_t(count_words) * 4; }
   JAX_EP_HD int64_t announce(uint64_t epoch, int source) const {                      // alternates by epoch parity
     return mailbox() + (int64_t(epoch & 1) * num_ranks + source) * announce_stride();
@@ -113,13 +123,24 @@ struct ArenaShape {
   JAX_EP_HD int64_t staging() const { return round_up(workspace() + int64_t(kMaxBlocks) * count_words * 4, 1024); }
   JAX_EP_HD int64_t bytes() const { return staging() + staging_bytes; }
 
+  // Latency mode. The slot of a call, and its flag words by source and block of the source.
+  JAX_EP_HD int slot_of(uint64_t epoch) const { return int(epoch % uint64_t(num_slots)); }
+  JAX_EP_HD int64_t slot_bytes() const { return staging_bytes / num_slots / 1024 * 1024; }
+  JAX_EP_HD int64_t slot(int index) const { return staging() + index * slot_bytes(); }
+  JAX_EP_HD int64_t block_flag(int slot, int source, int block) const { // from routed() or sent()
+    return ((int64_t(slot) * num_ranks + source) * kMaxBlocks + block) * 8;
+  }
+
  private:
   JAX_EP_HD int64_t flags() const { return round_up(int64_t(num_ranks) * 8, 128); }
+  JAX_EP_HD int64_t block_flags() const { return int64_t(num_slots) * num_ranks * kMaxBlocks * 8; }
 };
 
-// The size class that serves a call. `row_bytes`: of a row as it crosses, with its side array.
+// The size classes that serve a call. `row_bytes`: of a row as it crosses, with its side array.
 JAX_EP_HD ArenaShape arena_shape(int num_ranks, int num_experts, int64_t row_bytes, int num_topk,
                                  int64_t staging_bytes);
+JAX_EP_HD ArenaShape latency_arena_shape(int num_ranks, int num_experts, int64_t row_bytes, int num_topk,
+                                         int64_t num_tokens, int num_slots);
 
 // ---------------------------------------------------------------------------------------------------------
 // Staged path: one record per token of a round, in a window of the receiver: [parity][partner][token in round].
@@ -145,6 +166,35 @@ JAX_EP_HD ArenaShape arena_shape(int num_ranks, int num_experts, int64_t row_byt
   while (s.count_words < kMaxCountWords && s.count_words < int64_t(num_experts) + num_ranks + 1) s.count_words *= 2;
   // At least one token per round and partner, both parities; doubling keeps it a size class.
   while (StagingShape{row_bytes, num_topk}.tokens_per_round(s) < 1) s.staging_bytes *= 2;
+  return s;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Latency mode: what one source leaves in a slot of a receiver. Places are by token, so that a source needs no count
+// before it sends; a token that does not go to the receiver leaves its place untouched.
+//   dispatch: every token's ids and weights, and the rows (with their sides) of those that go there
+//   combine:  the partial sums of the tokens of the *receiver*, and their scalars
+struct SlotShape {
+  int64_t row_bytes, side_bytes; // of a row as it crosses, and of what lies beside it
+  int64_t num_tokens;
+  int32_t num_topk;
+  JAX_EP_HD int64_t ids() const { return 0; }                                      // i32 [T, K], -1: not routed
+  JAX_EP_HD int64_t scalars() const { return table_bytes(); }                      // f32 [T, K]
+  JAX_EP_HD int64_t rows() const { return 2 * table_bytes(); }                     // [T, row_bytes]
+  JAX_EP_HD int64_t sides() const { return rows() + round_up(num_tokens * row_bytes, 128); } // [T, side_stride]
+  JAX_EP_HD int64_t side_stride() const { return round_up(side_bytes, 16); }
+  JAX_EP_HD int64_t bytes() const { return sides() + round_up(num_tokens * side_stride(), 128); } // of one source
+
+ private:
+  JAX_EP_HD int64_t table_bytes() const { return round_up(num_tokens * num_topk * 4, 128); }
+};
+
+JAX_EP_HD ArenaShape latency_arena_shape(int num_ranks, int num_experts, int64_t row_bytes, int num_topk,
+                                         int64_t num_tokens, int num_slots) {
+  ArenaShape s = arena_shape(num_ranks, num_experts, 16, 1, 1);
+  const int64_t source = SlotShape{row_bytes, 0, num_tokens, num_topk}.bytes() + 256; // wherever a side cuts the row
+  s.num_slots = num_slots, s.staging_bytes = int64_t(num_slots) << 20;
+  while (s.slot_bytes() < num_ranks * source) s.staging_bytes *= 2;
   return s;
 }
 
