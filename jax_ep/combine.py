@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _compat, autodiff, shapes
+from jax_ep import _compat, autodiff, quantize_shapes, shapes
 from jax_ep.layout import Handle
 
 
@@ -90,8 +90,8 @@ def combine(
     num_tokens, num_topk = handle.topk_idx.shape
     y = shapes.expert_rows("combine", y, spec)
     if quantize is not None:
-        shapes.quantize_kind("combine", quantize, ("fp8_wire",))
-        shapes.quantizable("combine", "y", y)
+        quantize_shapes.kind("combine", quantize, ("fp8_wire",))
+        quantize_shapes.quantizable("combine", "y", y)
     weights = shapes.combine_weights("combine", weights, spec)
     bias = shapes.bias("combine", bias, num_tokens, y)
     scalars = jnp.zeros((0, num_topk) if spec.layout == "token" else 0, jnp.float32)

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _compat, autodiff, experts, shapes
+from jax_ep import _compat, autodiff, experts, quantize_shapes, shapes
 from jax_ep import layout as layout_lib
 from jax_ep.config import Config
 from jax_ep.layout import Handle, Recv, Spec
@@ -220,8 +220,8 @@ def _rows(x, quantize: str | None) -> tuple[jax.Array | Quantized, tuple[int, in
         return x, x.data.shape
     x = shapes.payload("dispatch", "x", x, "[num_tokens, hidden]")
     if quantize is not None:
-        shapes.quantize_kind("dispatch", quantize, (*shapes.QUANTIZE_KINDS, "fp8_wire"))
-        shapes.quantizable("dispatch", "x", x)
+        quantize_shapes.kind("dispatch", quantize, (*quantize_shapes.KINDS, "fp8_wire"))
+        quantize_shapes.quantizable("dispatch", "x", x)
     return x, x.shape
 
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep import _compat, shapes
+from jax_ep import _compat, quantize_shapes
 
-BLOCK = shapes.QUANTIZE_BLOCK
+BLOCK = quantize_shapes.BLOCK
 SCALE_DTYPES = {"fp8": jnp.float32, "fp8_ue8m0": jnp.float8_e8m0fnu}
 _FLOOR_BITS = int(np.float32(448 * 2.0**-110).view(np.uint32))  # smallest amax: no scale or inverse is subnormal
 _INF_BITS = 0x7F800000
@@ -56,8 +56,8 @@ class Quantized:
         Raises:
           TypeError, ValueError: data or scale are opaque (integers), or the hidden size is no multiple of the blocks.
         """
-        dtype = shapes.dequantized_dtype("Quantized.dequantize", dtype, self.carrier)
-        shapes.dequantizable("Quantized.dequantize", self.data, self.scale, self.carrier)
+        dtype = quantize_shapes.dequantized_dtype("Quantized.dequantize", dtype, self.carrier)
+        quantize_shapes.dequantizable("Quantized.dequantize", self.data, self.scale, self.carrier)
         # The cotangent of the carrier varies over all mesh axes that the result varies over.
         pair = _compat.vary_together(self, ())
         return _dequantize(dtype, pair.data, pair.scale, pair.carrier)
@@ -112,8 +112,8 @@ def quantize(x: jax.Array, kind: str = "fp8") -> Quantized:
       Blocks of 128 and e4m3 follow DeepSeek-V3 (https://arxiv.org/abs/2412.19437); power-of-two scales the OCP
       Microscaling formats.
     """
-    kind = shapes.quantize_kind("quantize", kind, shapes.QUANTIZE_KINDS)
-    x = shapes.quantizable("quantize", "x", x)
+    kind = quantize_shapes.kind("quantize", kind, quantize_shapes.KINDS)
+    x = quantize_shapes.quantizable("quantize", "x", x)
     return _quantize(kind, x)
 
 

@@ -14,7 +14,7 @@ import pytest
 from exchange_cases import QUICK_COMPILE
 
 import jax_ep
-from jax_ep import shapes, testing
+from jax_ep import quantize_shapes, shapes, testing
 
 RANKS, TOKENS, TOPK, HIDDEN, EXPERTS = 2, 6, 2, 128, 4
 
@@ -31,7 +31,7 @@ def send(x, idx, w=None, **kwargs):
 
 
 def rows_of(recv, quantize):
-    return recv.x.dequantize() if quantize in shapes.QUANTIZE_KINDS else recv.x
+    return recv.x.dequantize() if quantize in quantize_shapes.KINDS else recv.x
 
 
 @pytest.mark.parametrize(
