@@ -236,7 +236,14 @@ def placement(groups: Groups, config: Any = None) -> tuning.Placement | None:
 
 
 def bind(
-    key: str, groups: Any, num_ranks: int, count_words: int, staging_bytes: int, num_sms: int, timeout_s: float
+    key: str,
+    groups: Any,
+    num_ranks: int,
+    count_words: int,
+    staging_bytes: int,
+    num_slots: int,
+    num_sms: int,
+    timeout_s: float,
 ) -> None:
     """Binds the arena of a call site; does nothing for a program that is compiled for another machine.
 
@@ -263,7 +270,7 @@ def bind(
     process.wait_warm(deadline)
     left = max(0.001, deadline - time.monotonic())
     members, gpus = records.with_ordinals(groups, known), records.gpu_numbers(groups, known)
-    module.bind(key, members, index, num_ranks, count_words, staging_bytes, most, left, gpus)
+    module.bind(key, members, index, num_ranks, count_words, staging_bytes, num_slots, most, left, gpus)
 
 
 def bind_callback(*call_site: Any) -> str:

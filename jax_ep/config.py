@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import numbers
 
+_MOST_PENDING = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -28,6 +30,9 @@ class Config:
       copies: "auto" moves rows with the copy engine where the GPU has one (compute capability 9.0 and newer);
         "vector" forces what older GPUs do (a test aid).
       staging_bytes: own memory per rank and group for staged rows, both windows.
+      max_pending: how many exchanges of a group, and of a size class of rows, may be between their start and their
+        done at a time (`dispatch_start`, `combine_start`). Memory for twice as many is kept, see `buffer_bytes`; more
+        exchanges than that wait for each other until the time-out. 1 to 64.
       debug_checks: reserved; True raises NotImplementedError.
       ranks_per_node: simulates nodes on one host: rank r belongs to node r // ranks_per_node, and the last node has
         fewer ranks where the number does not divide the group's. combine, and so the gradient of dispatch, then sums
@@ -46,6 +51,7 @@ class Config:
     timeout_s: float = 100.0
     staging: str = "auto"
     staging_bytes: int = 16 << 20
+    max_pending: int = 2
     copies: str = "auto"
     debug_checks: bool = False
     ranks_per_node: int | None = None
@@ -56,6 +62,7 @@ class Config:
         for name in ("setup_timeout_s", "first_call_timeout_s", "timeout_s"):
             _positive(name, getattr(self, name), numbers.Real, "a positive number of seconds")
         _positive("staging_bytes", self.staging_bytes, numbers.Integral, "a positive number of bytes")
+        _positive("max_pending", self.max_pending, numbers.Integral, f"1 to {_MOST_PENDING}", _MOST_PENDING)
         if self.staging not in ("auto", "always"):
             raise ValueError(f'Config: got staging={self.staging!r}, expected "auto" or "always"')
         if self.copies not in ("auto", "vector"):
@@ -66,8 +73,8 @@ class Config:
             _positive("ranks_per_node", self.ranks_per_node, numbers.Integral, "a positive int, or None for one node")
 
 
-def _positive(name: str, value, kind: type, expected: str) -> None:
+def _positive(name: str, value, kind: type, expected: str, most: float = float("inf")) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"Config: got {name}={value!r} ({type(value).__name__}), expected {expected}")
-    if not 0 < value < float("inf"):
+    if not 0 < value <= most or value == float("inf"):
         raise ValueError(f"Config: got {name}={value!r}, expected {expected}")

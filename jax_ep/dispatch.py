@@ -86,7 +86,11 @@ def dispatch(
       layout: "expert" (rows grouped by local expert, what grouped matrix products take), "token" (one row per
         token that reaches this rank, with its local ids and weights beside it) or "batched" (equally many rows for
         every local expert, what batched matrix products take).
-      mode: "auto" or "throughput", which are the same so far.
+      mode: the protocol of this call and of all that use its handle; results are the same, bit for bit. "throughput":
+        rows go straight into the receivers' results, once the ranks have told each other how many they are. "latency":
+        rows go at once into memory that the receiver keeps for them (`buffer_bytes`), which it then copies; for few
+        tokens. "auto": by the sizes of each call and by where the ranks are (docs/concepts.md, Modes). In the pure-JAX
+        implementation all are the same.
       capacity: rows of the receive array, a multiple of expert_alignment. None: the worst case, so that nothing
         is ever dropped: num_ranks * num_tokens * num_topk rows plus padding ("expert"), num_ranks * num_tokens
         ("token"). In layout "batched" it counts the rows of each local expert, None: num_ranks * num_tokens, which
@@ -123,7 +127,7 @@ def dispatch(
     Raises:
       ValueError, TypeError: while tracing, for static mistakes (shapes, dtypes, an axis that is not bound here,
         ...); the text says what was got, what was expected and what to change.
-      NotImplementedError: for mode="latency", under vmap (use `jax.lax.map`), and when a program with several nodes
+      NotImplementedError: under vmap (use `jax.lax.map`), and when a program with several nodes
         (`Config.ranks_per_node`) and implementation="cuda" is lowered.
       EpError: see `jax_ep.errors`; from a call on CUDA devices that fails at run time, or from its set-up.
 
@@ -165,7 +169,7 @@ def dispatch(
         return _dispatch_again(x, handle, zero_tail, quantize)
 
     layout = shapes.layout("dispatch", layout)
-    shapes.mode("dispatch", mode)
+    mode = shapes.mode("dispatch", mode)
     names = shapes.axis_names("dispatch", axis_name)
     num_ranks = shapes.num_ranks("dispatch", names)
     expert_map, num_experts, num_physical = shapes.physical_experts(
@@ -185,6 +189,7 @@ def dispatch(
         ),
         expert_alignment=int(expert_alignment),
         zero_tail=bool(zero_tail),
+        mode=mode,
         implementation=shapes.implementation("dispatch", implementation),
         config=shapes.config("dispatch", config),
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Positions in the primitive's `stats` result, i32 [8]; the rest is reserved.
 DEMAND, NUM_DROPPED, NUM_INVALID, NUM_MASKED, NUM_WINDOWS, NUM_SLOTS = range(6)
 NUM_STATS = 8
+FUSED_SLOTS = 2  # of latency mode: a fused call waits for its own rows only, so two calls take turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Spec:
     capacity: int
     expert_alignment: int
     zero_tail: bool
+    mode: str  # "throughput" | "latency" | "auto": chosen when each call is lowered
     implementation: str | None  # "cuda" | "xla" | None: chosen when the program is lowered
     config: Config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from jax_ep import _compat, _ffi, bootstrap, tuning
 from jax_ep import group as group_lib
-from jax_ep.layout import Spec
+from jax_ep.layout import FUSED_SLOTS, Spec
 
 _DTYPE_CODE = {"bfloat16": 0, "float16": 1, "float32": 2}
 _OPAQUE = 3  # rows that are moved and never summed
@@ -18,27 +19,90 @@ _LAYOUT_CODE = {"expert": 0, "token": 1, "batched": 2}
 _QUANTIZE_CODE = {None: 0, "fp8": 1, "fp8_ue8m0": 2, "fp8_wire": 3}
 
 
-def choose(target: str, ctx, spec: Spec):
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of an operation as a whole, whichever part of it is lowered."""
+
+    op: str  # "dispatch" | "redispatch" | "combine"
+    part: str  # "": all of it; "start" | "done": a half
+    operands: tuple  # abstract values of all that the operation takes and gives
+    results: tuple
+    spec: Spec
+    quantize: str | None
+
+    @property
+    def name(self) -> str:
+        """Of the primitive."""
+        return f"jax_ep_{self.op}_{self.part}".rstrip("_")
+
+    @property
+    def num_topk(self) -> int:
+        """Columns of topk_idx: the third operand of dispatch, the first handle array of the others."""
+        return self.operands[{"dispatch": 2, "redispatch": 3, "combine": 4}[self.op]].shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a rank."""
+        return (self.results if self.op == "combine" else self.operands)[0].shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a received row, or a row of the sum."""
+        return _row_bytes(self.results[0])
+
+    @property
+    def side_bytes(self) -> int:
+        """Of what lies beside a received row."""
+        return 0 if self.op == "combine" else _row_bytes(self.results[1])
+
+    @property
+    def crossing_bytes(self) -> int:
+        """Of a row on its way, with what lies beside it: what a staging window must hold one of (call.h, layout.h)."""
+        if self.quantize == "fp8_wire":  # WireRow: FP8 in groups of 512 channels, each with its four scales
+            return -(-self.results[0].shape[1] // 512) * 528
+        return self.row_bytes + -(-self.side_bytes // 16) * 16
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What tuning.py asks for, whatever the mode."""
+        return dict(
+            num_ranks=self.spec.num_ranks,
+            num_experts=self.spec.num_experts,
+            num_topk=self.num_topk,
+            num_tokens=self.num_tokens,
+            row_bytes=self.crossing_bytes,
+        )
+
+    def arena_shape(self, num_slots: int) -> tuple[int, int, int]:
+        """The size class of own memory that serves this call; without slots that of throughput mode."""
+        ranks, experts, topk = self.spec.num_ranks, self.spec.num_experts, self.num_topk
+        if num_slots:
+            return _ffi.latency_arena_shape(ranks, experts, self.crossing_bytes, topk, self.num_tokens, num_slots)
+        return _ffi.arena_shape(ranks, experts, self.crossing_bytes, topk, self.spec.config.staging_bytes)
+
+
+def choose(call: Call, ctx):
     """The lowering rule of the CUDA call, or None where the reference serves."""
+    spec = call.spec
     if spec.implementation == "xla":
         return None
     several_nodes = _several_nodes(spec)
     if several_nodes and spec.implementation == "cuda":
         raise NotImplementedError(
-            f'{target}: implementation="cuda" was asked for, but {several_nodes}; use implementation="xla" or None'
+            f'{call.name}: implementation="cuda" was asked for, but {several_nodes}; use implementation="xla" or None'
         )
     groups = group_lib.lowering_groups(ctx.module_context.axis_context, spec.axis_name)
-    too_many = _too_many_experts(spec)
+    too_many = _too_many_experts(spec, "max_latency_experts" if call.part else "max_experts")
     if spec.implementation is None:
         # What the spec alone decides goes first: nobody then waits for records.
         reason = several_nodes or bootstrap.can_use_cuda(groups, spec.config) or too_many
         if reason:
-            _log_once(reason)
+            _log_once(f"using the pure-JAX implementation: {reason}")
             return None
     if too_many:
         raise ValueError(f'implementation="cuda" was asked for, but {too_many}; use fewer experts, or "xla"')
     bootstrap.prepare(groups, spec.config)
-    return functools.partial(_lower, target, groups)
+    return functools.partial(_lower, call, groups)
 
 
 def _several_nodes(spec: Spec) -> str:
@@ -50,47 +114,71 @@ def _several_nodes(spec: Spec) -> str:
     )
 
 
-def _too_many_experts(spec: Spec) -> str:
+def _too_many_experts(spec: Spec, limit: str) -> str:
     if _ffi.available():
         return ""
-    most = _ffi.module().max_experts(spec.num_ranks)
+    most = getattr(_ffi.module(), limit)(spec.num_ranks)
     if spec.num_experts <= most:
         return ""
-    return f"num_experts is {spec.num_experts}, and the kernels count at most {most} over {spec.num_ranks} ranks"
+    kernels = "the kernels of latency mode" if "latency" in limit else "the kernels"
+    return f"num_experts is {spec.num_experts}, and {kernels} count at most {most} over {spec.num_ranks} ranks"
 
 
-def _lower(target: str, groups, ctx, *operands, spec: Spec, quantize: str | None):
-    attributes = _attributes(target, groups, ctx, spec, quantize)
+def _num_slots(call: Call, groups) -> int:
+    """Slots of the call's arena; 0: it takes the throughput kernels. The same on all ranks."""
+    spec = call.spec
+    if call.part:
+        return 2 * spec.config.max_pending
+    if spec.mode == "throughput":
+        return 0
+    too_many = _too_many_experts(spec, "max_latency_experts")
+    if spec.mode == "latency":
+        if too_many and spec.implementation == "cuda":
+            raise ValueError(f'mode="latency" was asked for, but {too_many}; use mode="auto", or fewer experts')
+        if too_many:
+            _log_once(f'using mode="throughput": {too_many}')
+        return 0 if too_many else FUSED_SLOTS
+    placement = bootstrap.placement(groups, spec.config)
+    if too_many or placement is None:
+        return 0
+    _, slots_bytes, _ = call.arena_shape(FUSED_SLOTS)
+    return FUSED_SLOTS if tuning.prefers_latency(placement, slots_bytes=slots_bytes, **call.sizes) else 0
+
+
+def _lower(call: Call, groups, ctx, *operands):
+    num_slots = _num_slots(call, groups)
+    attributes = _attributes(call, groups, num_slots)
     results = list(ctx.avals_out)
     num_public = len(results)
-    if target == "jax_ep_combine":
+    if call.op == "combine" and not num_slots:
         # Sums of each (source, token) on this rank, which peers fetch: memory that XLA owns for this call.
-        rows = spec.num_slots(results[0].shape[0]) if spec.layout != "token" or quantize else 0
-        results.append(_compat.result_aval(results[0], (rows, _crossing_bytes(results[0], 0, quantize)), np.uint8))
+        has_sums = call.spec.layout != "token" or call.quantize
+        rows = call.spec.num_slots(call.num_tokens) if has_sums else 0
+        results.append(_compat.result_aval(results[0], (rows, call.crossing_bytes), np.uint8))
+    target = f"{call.name}_latency" if num_slots and not call.part else call.name
     rule = jax.ffi.ffi_lowering(target, has_side_effect=False)
     return rule(ctx.replace(avals_out=results), *operands, **attributes)[:num_public]
 
 
-def _attributes(target: str, groups, ctx, spec: Spec, quantize: str | None) -> dict:
+def _attributes(call: Call, groups, num_slots: int) -> dict:
     """The attributes that every target takes; equal in all processes, so none of them says who we are."""
-    config = spec.config
-    row_bytes = _row_bytes(ctx.avals_out[0])
-    side_bytes = 0 if target == "jax_ep_combine" else _row_bytes(ctx.avals_out[1])
-    num_topk = _num_topk(target, ctx.avals_in)
-    crossing = _crossing_bytes(ctx.avals_out[0], side_bytes, quantize)
-    shape = _ffi.arena_shape(spec.num_ranks, spec.num_experts, crossing, num_topk, config.staging_bytes)
+    spec, config = call.spec, call.spec.config
+    shape = call.arena_shape(num_slots)
     numbers = dict(
         num_ranks=spec.num_ranks,
         num_experts=spec.num_experts,
-        num_topk=num_topk,
-        row_bytes=row_bytes,
-        side_bytes=side_bytes,
-        dtype=_DTYPE_CODE.get(ctx.avals_in[0].dtype.name, _OPAQUE),
-        quantize=_QUANTIZE_CODE[quantize],
+        num_topk=call.num_topk,
+        num_tokens=call.num_tokens,
+        num_rows=spec.num_rows,
+        row_bytes=call.row_bytes,
+        side_bytes=call.side_bytes,
+        dtype=_DTYPE_CODE.get(call.operands[0].dtype.name, _OPAQUE),
+        quantize=_QUANTIZE_CODE[call.quantize],
         layout=_LAYOUT_CODE[spec.layout],
         expert_alignment=spec.expert_alignment,
         zero_tail=spec.zero_tail,
-        num_sms=config.num_sms or _default_num_sms(target, groups, ctx, spec, num_topk, crossing),
+        num_sms=config.num_sms or _default_num_sms(call, groups, num_slots),
+        num_slots=num_slots,
         staging_bytes=config.staging_bytes,
         force_staged=config.staging == "always",
         force_vector=config.copies == "vector",
@@ -108,39 +196,19 @@ def _attributes(target: str, groups, ctx, spec: Spec, quantize: str | None) -> d
     )
 
 
-def _default_num_sms(target: str, groups, ctx, spec: Spec, num_topk: int, row_bytes: int) -> int:
-    """By the model of tuning.py; 0, the runtime's own default, in a program for another machine."""
-    placement = bootstrap.placement(groups, spec.config)
+def _default_num_sms(call: Call, groups, num_slots: int) -> int:
+    """By the models of tuning.py; 0, the runtime's own default, in a program for another machine."""
+    placement = bootstrap.placement(groups, call.spec.config)
     if placement is None:
         return 0
-    is_combine = target == "jax_ep_combine"
-    return tuning.default_num_sms(
-        placement,
-        op="combine" if is_combine else "dispatch",
-        layout=spec.layout,
-        num_ranks=spec.num_ranks,
-        num_experts=spec.num_experts,
-        num_topk=num_topk,
-        num_tokens=(ctx.avals_out if is_combine else ctx.avals_in)[0].shape[0],
-        row_bytes=row_bytes,
-    )
+    if num_slots:
+        return tuning.latency_num_sms(placement, num_ranks=call.spec.num_ranks, num_tokens=call.num_tokens)
+    op = "combine" if call.op == "combine" else "dispatch"
+    return tuning.default_num_sms(placement, op=op, layout=call.spec.layout, **call.sizes)
 
 
 def _row_bytes(rows) -> int:
     return rows.shape[1] * rows.dtype.itemsize
-
-
-def _crossing_bytes(rows, side_bytes: int, quantize: str | None) -> int:
-    """Of a row on its way, with what lies beside it: what a staging window must hold one of (call.h, layout.h)."""
-    if quantize == "fp8_wire":  # WireRow: FP8 in groups of 512 channels, each with its four scales
-        return -(-rows.shape[1] // 512) * 528
-    return _row_bytes(rows) + -(-side_bytes // 16) * 16
-
-
-def _num_topk(target: str, avals_in) -> int:
-    """Columns of topk_idx: the third operand of dispatch, the first handle array of the others."""
-    first = {"jax_ep_dispatch": 2, "jax_ep_redispatch": 3, "jax_ep_combine": 4}[target]
-    return avals_in[first].shape[1]
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -148,5 +216,5 @@ def _nanoseconds(seconds: float) -> int:
 
 
 @functools.cache
-def _log_once(reason: str) -> None:
-    logging.getLogger("jax_ep").warning("using the pure-JAX implementation: %s", reason)
+def _log_once(text: str) -> None:
+    logging.getLogger("jax_ep").warning("%s", text)

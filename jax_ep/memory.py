@@ -17,7 +17,7 @@ from jax_ep import shapes
 from jax_ep.combine import combine
 from jax_ep.config import Config
 from jax_ep.dispatch import dispatch
-from jax_ep.layout import Handle, Recv
+from jax_ep.layout import FUSED_SLOTS, Handle, Recv
 from jax_ep.quantize import Quantized
 
 _CONTROL_BYTES = _ANNOUNCE_BYTES = _FLAGS_UNIT = 128
@@ -54,6 +54,8 @@ def buffer_bytes(
     capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: str | None = None,
+    mode: str = "throughput",
+    is_split: bool = False,
     config: Config | None = None,
 ) -> BufferBytes:
     """Bytes that one dispatch with weights and its combine take on a rank, exactly.
@@ -80,7 +82,9 @@ def buffer_bytes(
       capacity: likewise.
       expert_alignment: likewise.
       quantize: likewise.
-      config: likewise.
+      mode: "throughput" or "latency": whichever of the two `dispatch` is given, or makes of "auto".
+      is_split: whether start and done are called, which take the slots of latency mode whatever `mode` is.
+      config: as `dispatch` takes it.
 
     Returns:
       `BufferBytes`: arena, recv, handle, scratch, out, and their total.
@@ -97,6 +101,12 @@ def buffer_bytes(
     """
     num_ranks = shapes.positive_int("buffer_bytes", "num_ranks", num_ranks)
     config = shapes.config("buffer_bytes", config)
+    if shapes.mode("buffer_bytes", mode) == "auto":
+        raise ValueError(
+            'buffer_bytes: got mode="auto", expected "throughput" or "latency"; which of them it becomes depends on '
+            "where the ranks are, so ask about both"
+        )
+    num_slots = 2 * config.max_pending if is_split else FUSED_SLOTS if mode == "latency" else 0
     is_wire = quantize == "fp8_wire"  # the rows arrive as in "fp8" and are then widened
     traced: dict = {}
 
@@ -127,9 +137,15 @@ def buffer_bytes(
     if scale is not None:
         sent_bytes += shapes.round_up(scale.shape[-1] * scale.dtype.itemsize, shapes.ROW_UNIT_BYTES)
     delivered = handle.spec.num_rows * row_bytes if is_wire else _bytes(data, scale)
-    partials = 0 if layout == "token" else handle.spec.num_slots(num_tokens) * row_bytes
+    partials = 0 if layout == "token" or num_slots else handle.spec.num_slots(num_tokens) * row_bytes
+
+    def shape(row_bytes):
+        if num_slots:
+            return latency_arena_shape(num_ranks, num_experts, row_bytes, num_topk, num_tokens, num_slots)
+        return arena_shape(num_ranks, num_experts, row_bytes, num_topk, config.staging_bytes)
+
     # Calls whose rows differ much in size may need two arenas.
-    arenas = {arena_shape(num_ranks, num_experts, n, num_topk, config.staging_bytes) for n in (sent_bytes, row_bytes)}
+    arenas = {shape(row_bytes) for row_bytes in (sent_bytes, row_bytes)}
     return BufferBytes(
         arena=sum(arena_bytes(num_ranks, *shape) for shape in arenas),
         recv=delivered + _bytes(recv.weights),
@@ -139,20 +155,40 @@ def buffer_bytes(
     )
 
 
-def arena_shape(num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, staging_bytes: int) -> tuple[int, int]:
-    """`(count_words, staging_bytes)`: the size class that serves a call, as `arena_shape` of cuda/layout.h."""
-    count_words = 1
-    while count_words < num_experts + num_ranks + 1:
-        count_words *= 2
+def arena_shape(
+    num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, staging_bytes: int
+) -> tuple[int, int, int]:
+    """`(count_words, staging_bytes, 0)`: the size class that serves a call, as `arena_shape` of cuda/layout.h."""
     record_bytes = shapes.round_up(row_bytes + num_topk * 8 + 4, 16)
     while staging_bytes < _PARITIES * num_ranks * record_bytes:
         staging_bytes *= 2
-    return count_words, staging_bytes
+    return _count_words(num_ranks, num_experts), staging_bytes, 0
 
 
-def arena_bytes(num_ranks: int, count_words: int, staging_bytes: int) -> int:
+def latency_arena_shape(
+    num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, num_tokens: int, num_slots: int
+) -> tuple[int, int, int]:
+    """`(count_words, staging_bytes, num_slots)`, as `latency_arena_shape` of cuda/layout.h."""
+    table_bytes = shapes.round_up(num_tokens * num_topk * 4, _FLAGS_UNIT)
+    source_bytes = 2 * table_bytes + shapes.round_up(num_tokens * row_bytes, _FLAGS_UNIT) + 256
+    staging_bytes = num_slots << 20
+    while staging_bytes // num_slots // _STAGING_UNIT * _STAGING_UNIT < num_ranks * source_bytes:
+        staging_bytes *= 2
+    return _count_words(num_ranks, num_experts), staging_bytes, num_slots
+
+
+def _count_words(num_ranks: int, num_experts: int) -> int:
+    count_words = 1
+    while count_words < num_experts + num_ranks + 1:
+        count_words *= 2
+    return count_words
+
+
+def arena_bytes(num_ranks: int, count_words: int, staging_bytes: int, num_slots: int) -> int:
     """Symmetric memory of one rank, as `ArenaShape::bytes` of cuda/layout.h."""
     flags = 3 * shapes.round_up(num_ranks * 8, _FLAGS_UNIT)  # finish, ready, free
+    flags += 2 * num_slots * num_ranks * _MAX_BLOCKS * 8  # routed, sent
+    flags += shapes.round_up(num_slots * num_ranks * 8, _FLAGS_UNIT)  # credit
     mailbox = _PARITIES * num_ranks * (_ANNOUNCE_BYTES + count_words * 4)
     workspace = _MAX_BLOCKS * count_words * 4
     return shapes.round_up(_CONTROL_BYTES + flags + mailbox + workspace, _STAGING_UNIT) + staging_bytes

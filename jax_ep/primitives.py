@@ -85,8 +85,9 @@ def _refuse_vmap(args, dims, **params):
     )
 
 
-def _make(name: str, results, implementation) -> jex_core.Primitive:
+def _make(op: str, results, implementation) -> jex_core.Primitive:
     """A primitive that exchanges data over `spec.axis_name`."""
+    name = f"jax_ep_{op}"
     primitive = jex_core.Primitive(name)
     primitive.multiple_results = True
 
@@ -108,14 +109,17 @@ def _make(name: str, results, implementation) -> jex_core.Primitive:
         return reference_rule(ctx, *operands, spec=spec, quantize=quantize)
 
     def lower_cuda(ctx, *operands, spec: Spec, quantize: str | None):
-        rule = lowering.choose(name, ctx, spec) or reference_rule
-        return rule(ctx, *operands, spec=spec, quantize=quantize)
+        call = lowering.Call(op, "", tuple(ctx.avals_in), tuple(ctx.avals_out), spec, quantize)
+        rule = lowering.choose(call, ctx)
+        if rule is None:
+            return reference_rule(ctx, *operands, spec=spec, quantize=quantize)
+        return rule(ctx, *operands)
 
     mlir.register_lowering(primitive, lower_anywhere)
     mlir.register_lowering(primitive, lower_cuda, platform="cuda")
     return primitive
 
 
-dispatch_p = _make("jax_ep_dispatch", _dispatch_results, reference.dispatch)
-redispatch_p = _make("jax_ep_redispatch", _redispatch_results, reference.redispatch)
-combine_p = _make("jax_ep_combine", _combine_results, reference.combine)
+dispatch_p = _make("dispatch", _dispatch_results, reference.dispatch)
+redispatch_p = _make("redispatch", _redispatch_results, reference.redispatch)
+combine_p = _make("combine", _combine_results, reference.combine)

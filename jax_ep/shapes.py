@@ -257,12 +257,11 @@ def layout(op: str, value) -> str:
     return value
 
 
-def mode(op: str, value) -> None:
+def mode(op: str, value) -> str:
     """A mode that exists."""
-    if value == "latency":
-        raise NotImplementedError(f'{op}: mode="latency" is not implemented yet; use "auto" or "throughput"')
-    if value not in ("auto", "throughput"):
-        raise ValueError(f'{op}: got mode={value!r}, expected "auto" or "throughput"')
+    if value not in ("auto", "throughput", "latency"):
+        raise ValueError(f'{op}: got mode={value!r}, expected "auto", "throughput" or "latency"')
+    return value
 
 
 def implementation(op: str, value) -> str | None:

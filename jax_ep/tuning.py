@@ -1,6 +1,8 @@
-"""How many SMs a call takes by default: the fewest that reach what the link or the memory allows.
+"""Which mode a call takes with mode="auto", and how many SMs by default.
 
-A pure function of the set-up records and of static shapes, so that all ranks choose alike. Per rank and call::
+Pure functions of the set-up records and of static shapes, so that all ranks choose alike.
+
+SMs in throughput mode: the fewest that reach what the link or the memory allows. Per rank and call::
 
     touched = num_tokens * row_bytes * (rows read and written per token)        what its SMs move
     crossed = num_tokens * row_bytes * (expected ranks on other GPUs per token) what goes over the link
@@ -25,6 +27,13 @@ FIXED_S = 20e-6  # what a call takes however little it moves: SMs that only shor
 LINK_HEADROOM = 1.1  # the link saturates sharply,
 DEVICE_HEADROOM = 1.6  # memory gradually
 LEAST_SMS, MOST_SMS = 4, 48
+
+# Latency mode: up to how many bytes that a rank sends it is preferred, where ranks share a GPU and where they have GPUs
+# of their own, and how much memory its slots may take; SMs by the pieces (tokens times ranks) that each takes.
+LATENCY_BYTES_SHARED, LATENCY_BYTES_ALONE = 4 << 20, 8 << 20
+LATENCY_SLOTS_BYTES = 64 << 20
+LATENCY_PIECES_PER_SM = 32
+LATENCY_MOST_SMS = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,3 +89,25 @@ def default_num_sms(
     headroom = DEVICE_HEADROOM if device_s > link_s else LINK_HEADROOM
     wanted = headroom * max(touched / SM_RATE, crossed / SM_LINK_RATE) / max(device_s, link_s, FIXED_S)
     return min(max(math.ceil(wanted), LEAST_SMS), MOST_SMS, placement.max_num_sms)
+
+
+def prefers_latency(
+    placement: Placement,
+    *,
+    num_ranks: int,
+    num_experts: int,
+    num_topk: int,
+    num_tokens: int,
+    row_bytes: int,
+    slots_bytes: int,
+) -> bool:
+    """Whether mode="auto" means latency mode. `row_bytes` are those on the wire, `slots_bytes` those of all slots."""
+    reached, _ = ranks_per_token(num_ranks, num_experts, num_topk)
+    limit = LATENCY_BYTES_SHARED if placement.ranks_on_gpu > 1 else LATENCY_BYTES_ALONE
+    return num_tokens * row_bytes * reached <= limit and slots_bytes <= LATENCY_SLOTS_BYTES
+
+
+def latency_num_sms(placement: Placement, *, num_ranks: int, num_tokens: int) -> int:
+    """SMs of one call in latency mode: enough warps that each has little to do."""
+    wanted = math.ceil(num_tokens * num_ranks / LATENCY_PIECES_PER_SM)
+    return min(max(wanted, LEAST_SMS), LATENCY_MOST_SMS, placement.max_num_sms)

@@ -35,6 +35,7 @@ class Sizes:
     expert_alignment: int = 1
     zero_tail: bool = True
     quantize: str | None = None  # of dispatch, and "opaque": x travels as a pair of bytes; combine then has "fp8_wire"
+    mode: str = "auto"
     implementation: str | None = "xla"
     config: jax_ep.Config | None = None
     ranks_per_node: int | None = None  # of the config
@@ -142,6 +143,7 @@ def exchange(sizes: Sizes, i: Inputs, window: jax.Array | None = None) -> dict:
         expert_alignment=sizes.expert_alignment,
         zero_tail=sizes.zero_tail,
         window=window,
+        mode=sizes.mode,
         implementation=sizes.implementation,
         config=sizes.config,
     )

@@ -176,14 +176,15 @@ def test_unknown_and_repeated_axes_are_refused():
 
 def test_arena_key_names_placement_and_size_class():
     one, two = (((0, 0), (0, 1)),), (((0, 1), (0, 0)),)
-    key = group.arena_key(one, (512, 1 << 24), protocol=1)
+    key = group.arena_key(one, (512, 1 << 24, 0), protocol=1)
     assert len(key) == 32 and int(key, 16) >= 0
-    assert key == group.arena_key([[[0, 0], [0, np.int64(1)]]], (np.int32(512), 1 << 24), protocol=1)
+    assert key == group.arena_key([[[0, 0], [0, np.int64(1)]]], (np.int32(512), 1 << 24, 0), protocol=1)
     others = {
-        group.arena_key(two, (512, 1 << 24), protocol=1),
-        group.arena_key((((0, 0),), ((0, 1),)), (512, 1 << 24), protocol=1),
-        group.arena_key(one, (1024, 1 << 24), protocol=1),
-        group.arena_key(one, (512, 1 << 25), protocol=1),
-        group.arena_key(one, (512, 1 << 24), protocol=2),
+        group.arena_key(two, (512, 1 << 24, 0), protocol=1),
+        group.arena_key((((0, 0),), ((0, 1),)), (512, 1 << 24, 0), protocol=1),
+        group.arena_key(one, (1024, 1 << 24, 0), protocol=1),
+        group.arena_key(one, (512, 1 << 25, 0), protocol=1),
+        group.arena_key(one, (512, 1 << 24, 2), protocol=1),
+        group.arena_key(one, (512, 1 << 24, 0), protocol=2),
     }
-    assert len(others) == 5 and key not in others
+    assert len(others) == 6 and key not in others

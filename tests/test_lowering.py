@@ -5,6 +5,7 @@ The set-up behind a lowering is replaced by its answers; it is tested in test_bo
 
 import logging
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,8 @@ def usable(monkeypatch):
     monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "")
     monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None: asked.append((groups, config)))
     monkeypatch.setattr(bootstrap, "bind", lambda *call_site: asked.append(call_site))
-    monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20))
+    monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20, 0))
+    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1]))
     monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
     return asked
 
@@ -170,9 +172,9 @@ def test_attributes(make_mesh, usable):
     ((_, _, _, attributes),) = calls(text)
     numbers = {name: int(n) for name, n in re.findall(r"(\w+) = (-?\d+) : i64", attributes)}
     assert numbers == dict(
-        num_ranks=2, num_experts=4, num_topk=2, row_bytes=64, side_bytes=0, dtype=2, quantize=0,
-        layout=0, expert_alignment=8, zero_tail=1, num_sms=9, staging_bytes=16 << 20, force_staged=1, force_vector=0,
-        setup_timeout_ns=3 * 10**9, first_timeout_ns=2 * 10**9, timeout_ns=15 * 10**8,
+        num_ranks=2, num_experts=4, num_topk=2, num_tokens=4, num_rows=32, row_bytes=64, side_bytes=0, dtype=2,
+        quantize=0, layout=0, expert_alignment=8, zero_tail=1, num_sms=9, num_slots=0, staging_bytes=16 << 20,
+        force_staged=1, force_vector=0, setup_timeout_ns=3 * 10**9, first_timeout_ns=2 * 10**9, timeout_ns=15 * 10**8,
     )  # fmt: skip
     members = [(d.process_index, d.local_hardware_id) for d in mesh.devices.flat]
     (groups,) = re.findall(r"groups = dense<\[([\d, ]*)\]> : tensor<8xi64>", attributes)
@@ -180,8 +182,8 @@ def test_attributes(make_mesh, usable):
     assert re.search(r'key = "[0-9a-f]{32}"', attributes)
     (prepared,) = [c for c in usable if len(c) == 2]
     assert prepared[1] == config
-    ((key, _, *shape_and_limits),) = [c for c in usable if len(c) == 7]  # the arena is bound while lowering
-    assert f'key = "{key}"' in attributes and shape_and_limits == [2, 8, 1 << 20, 9, 3.0]
+    ((key, _, *shape_and_limits),) = [c for c in usable if len(c) == 8]  # the arena is bound while lowering
+    assert f'key = "{key}"' in attributes and shape_and_limits == [2, 8, 1 << 20, 0, 9, 3.0]
 
 
 def num_sms_attributes(make_mesh, **kwargs):
@@ -199,15 +201,87 @@ def test_default_num_sms(make_mesh, usable, monkeypatch):
         seen.append((given, facts))
         return 17 if facts["op"] == "dispatch" else 19
 
-    assert {n for _, n in num_sms_attributes(make_mesh)} == {0}
+    mode = dict(mode="throughput")
+    assert {n for _, n in num_sms_attributes(make_mesh, **mode)} == {0}
     monkeypatch.setattr(bootstrap, "placement", lambda groups, config=None: placement)
     monkeypatch.setattr(tuning, "default_num_sms", spy)
     by_target = {("jax_ep_dispatch", 17), ("jax_ep_redispatch", 17), ("jax_ep_combine", 19)}
-    assert num_sms_attributes(make_mesh) == by_target
+    assert num_sms_attributes(make_mesh, **mode) == by_target
     for given, facts in seen:
         sizes = dict(layout="expert", num_ranks=2, num_experts=4, num_topk=2, num_tokens=4, row_bytes=64)
         assert given == placement and {name: n for name, n in facts.items() if name != "op"} == sizes
-    assert {n for _, n in num_sms_attributes(make_mesh, config=jax_ep.Config(num_sms=9))} == {9}
+    assert {n for _, n in num_sms_attributes(make_mesh, config=jax_ep.Config(num_sms=9), **mode)} == {9}
+
+
+LATENCY_TARGETS = {f"jax_ep_{op}_latency" for op in ("dispatch", "redispatch", "combine")}
+
+
+def numbers_of(attributes):
+    return {name: int(n) for name, n in re.findall(r"(\w+) = (-?\d+) : i64", attributes)}
+
+
+@pytest.mark.parametrize("layout", ["expert", "token"])
+def test_latency_mode(make_mesh, usable, layout):
+    """Targets of their own with the operands and results of throughput mode, except combine's partial sums."""
+
+    def public(mode):
+        found = sorted(c[:3] for c in calls(lowered(make_mesh(2), layout=layout, mode=mode)))
+        return [(t.removesuffix("_latency"), o, r[:2] if "combine" in t else r) for t, o, r in found]
+
+    assert public("latency") == public("throughput")
+    found = calls(lowered(make_mesh(2), layout=layout, mode="latency"))
+    assert {target for target, *_ in found} == LATENCY_TARGETS
+    for target, _, results, attributes in found:
+        assert "has_side_effect = true" not in attributes and numbers_of(attributes)["num_slots"] == 2
+        assert target != "jax_ep_combine_latency" or len(results) == 2
+    assert {c[2:6] for c in usable if len(c) == 8} == {(2, 8, 1 << 20, 0), (2, 8, 2 << 20, 2)}
+
+
+def test_latency_num_sms(make_mesh, usable, monkeypatch):
+    """By the model of latency mode, from the tokens of a rank; Config.num_sms goes first."""
+    seen = []
+    monkeypatch.setattr(bootstrap, "placement", lambda groups, config=None: tuning.Placement(132, 1, 1))
+    monkeypatch.setattr(tuning, "latency_num_sms", lambda *a, **sizes: seen.append((*a, sizes)) or 7)
+    assert num_sms_attributes(make_mesh, mode="latency") == {(target, 7) for target in LATENCY_TARGETS}
+    assert all(s == (tuning.Placement(132, 1, 1), dict(num_ranks=2, num_tokens=4)) for s in seen)
+    config = jax_ep.Config(num_sms=9)
+    assert {n for _, n in num_sms_attributes(make_mesh, mode="latency", config=config)} == {9}
+
+
+def test_auto_asks_about_each_call(make_mesh, usable, monkeypatch):
+    """mode="auto": by the sizes of the call and the bytes of its slots; "throughput" and "latency" are not asked."""
+    seen = []
+
+    def prefers(placement, **sizes):
+        seen.append(sizes)
+        return sizes["num_topk"] == 2
+
+    monkeypatch.setattr(tuning, "prefers_latency", prefers)
+    assert not LATENCY_TARGETS & {target for target, *_ in calls(lowered(make_mesh(2)))}  # another machine's program
+    monkeypatch.setattr(bootstrap, "placement", lambda groups, config=None: tuning.Placement(132, 1, 1))
+    for mode in ("throughput", "latency"):
+        lowered(make_mesh(2), mode=mode)
+    assert not seen
+    assert {target for target, *_ in calls(lowered(make_mesh(2)))} == LATENCY_TARGETS
+    sizes = dict(num_ranks=2, num_experts=4, num_topk=2, num_tokens=4, row_bytes=64, slots_bytes=2 << 20)
+    assert seen and all(s == sizes for s in seen)
+    monkeypatch.setattr(tuning, "prefers_latency", lambda *a, **sizes: False)
+    assert not LATENCY_TARGETS & {target for target, *_ in calls(lowered(make_mesh(2)))}
+
+
+def test_too_many_experts_for_latency_mode(make_mesh, usable, monkeypatch, caplog):
+    """ "auto" takes the throughput kernels; "latency" too, with one logged line, except where "cuda" was asked for."""
+    module = SimpleNamespace(max_experts=lambda ranks: 10**6, max_latency_experts=lambda ranks: 3)
+    monkeypatch.setattr(lowering._ffi, "available", lambda: "")
+    monkeypatch.setattr(lowering._ffi, "module", lambda: module)
+    monkeypatch.setattr(bootstrap, "placement", lambda groups, config=None: tuning.Placement(132, 1, 1))
+    with caplog.at_level(logging.WARNING, logger="jax_ep"):
+        assert not LATENCY_TARGETS & {target for target, *_ in calls(lowered(make_mesh(2)))} and not caplog.records
+        assert not LATENCY_TARGETS & {target for target, *_ in calls(lowered(make_mesh(2), mode="latency"))}
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message.startswith('using mode="throughput": num_experts is 4') and "at most 3 over 2 ranks" in message
+    with pytest.raises(ValueError, match=r'mode="latency" was asked for, but num_experts is 4.*use mode="auto"'):
+        lowered(make_mesh(2), mode="latency", implementation="cuda")
 
 
 def test_equal_programs_have_equal_text(make_mesh, usable):

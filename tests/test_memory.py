@@ -20,16 +20,23 @@ from jax_ep import _ffi, bootstrap, lowering, memory, testing
 
 W1 = dict(num_tokens=4096, hidden=7168, num_topk=8, num_experts=256, num_ranks=8)
 SMALL = dict(num_tokens=5, hidden=16, num_topk=3, num_experts=6, num_ranks=2)
+# num_ranks, num_experts, row_bytes, num_topk, staging_bytes, num_tokens, num_slots (0: throughput mode)
 CALLS = [
-    (8, 256, 14336, 8, 16 << 20),  # W1
-    (1, 1, 16, 1, 1),  # the least
-    (2, 4, 64, 2, 4096),
-    (3, 9, 32, 3, 100),  # staging grows until a token fits
-    (8, 247, 14336, 8, 1 << 20),  # 256 words exactly
-    (8, 248, 14336, 8, 1 << 20),  # one more
-    (16, 4096, 57344, 32, 3 << 20),
-    (17, 34, 16, 1, 1000),  # flags of 17 ranks take two units
-    (64, 8192, 1 << 20, 32, 16 << 20),
+    (8, 256, 14336, 8, 16 << 20, 0, 0),  # W1
+    (1, 1, 16, 1, 1, 0, 0),  # the least
+    (2, 4, 64, 2, 4096, 0, 0),
+    (3, 9, 32, 3, 100, 0, 0),  # staging grows until a token fits
+    (8, 247, 14336, 8, 1 << 20, 0, 0),  # 256 words exactly
+    (8, 248, 14336, 8, 1 << 20, 0, 0),  # one more
+    (16, 4096, 57344, 32, 3 << 20, 0, 0),
+    (17, 34, 16, 1, 1000, 0, 0),  # flags of 17 ranks take two units
+    (64, 8192, 1 << 20, 32, 16 << 20, 0, 0),
+    (8, 256, 14336, 8, 16 << 20, 128, 2),  # W2
+    (8, 256, 7168 + 224, 8, 16 << 20, 128, 4),  # FP8 rows, split
+    (1, 1, 16, 1, 1, 0, 2),  # no tokens
+    (3, 9, 32, 3, 100, 1, 6),
+    (3, 9, 32, 3, 100, 10000, 2),
+    (16, 4096, 57344, 32, 3 << 20, 4096, 128),  # beyond 32 bits
 ]
 
 
@@ -46,8 +53,15 @@ def test_own_memory_of_w1():
 
 
 def mirrored(call):
-    shape = memory.arena_shape(*call)
+    shape = shape_of(memory, call)
     return [*shape, memory.arena_bytes(call[0], *shape)]
+
+
+def shape_of(module, call):
+    *sizes, staging_bytes, num_tokens, num_slots = call
+    if num_slots:
+        return module.latency_arena_shape(*sizes, num_tokens, num_slots)
+    return module.arena_shape(*sizes, staging_bytes)
 
 
 def test_arena_of_the_header(tmp_path):
@@ -67,7 +81,7 @@ def test_arena_of_the_header(tmp_path):
 @pytest.mark.skipif(bool(_ffi.available()), reason="needs the CUDA extension")
 @pytest.mark.parametrize("call", CALLS)
 def test_arena_of_the_extension(call):
-    shape = _ffi.arena_shape(*call)
+    shape = shape_of(_ffi, call)
     assert [*shape, _ffi.module().arena_bytes(call[0], *shape)] == mirrored(call)
 
 
@@ -82,6 +96,9 @@ def test_arena_of_the_extension(call):
         {"layout": "expert", "hidden": 256, "quantize": "fp8"},
         {"layout": "token", "hidden": 256, "quantize": "fp8_ue8m0"},
         {"layout": "token", "hidden": 128, "quantize": "fp8_wire"},
+        {"layout": "expert", "hidden": 256, "quantize": "fp8", "mode": "latency"},
+        {"layout": "batched", "capacity": 6, "mode": "latency"},
+        {"layout": "token", "hidden": 128, "quantize": "fp8_wire", "mode": "latency"},
     ],
     ids=str,
 )
@@ -110,20 +127,26 @@ def test_results_of_real_calls(make_mesh, monkeypatch, changes):
 
     asked = set()
 
-    def arena_shape(*call):
-        asked.add((call[0], *memory.arena_shape(*call)))
-        return memory.arena_shape(*call)
+    def spy(shape_of):
+        def arena_shape(*call):
+            asked.add((call[0], *shape_of(*call)))
+            return shape_of(*call)
+
+        return arena_shape
 
     monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "")
     monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None: None)
     monkeypatch.setattr(bootstrap, "bind", lambda *call_site: None)
-    monkeypatch.setattr(lowering._ffi, "arena_shape", arena_shape)
+    monkeypatch.setattr(lowering._ffi, "arena_shape", spy(memory.arena_shape))
+    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", spy(memory.latency_arena_shape))
     monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
     text = program.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert taken.arena == sum(memory.arena_bytes(*shape) for shape in asked)
-    wanted = result_bytes(text, "jax_ep_combine")[-1]  # that of no public result
+    suffix = "_latency" if changes.get("mode") == "latency" else ""
+    _, _, *sums = result_bytes(text, f"jax_ep_combine{suffix}")  # that of no public result
+    wanted = sum(sums)
     if changes.get("quantize") == "fp8_wire":
-        wanted = max(wanted, sum(result_bytes(text, "jax_ep_dispatch")[:2]))
+        wanted = max(wanted, sum(result_bytes(text, f"jax_ep_dispatch{suffix}")[:2]))
     assert taken.scratch == wanted
 
 
@@ -169,6 +192,7 @@ def test_nothing_wraps():
         ({"dtype": jnp.int32}, TypeError, "int32"),
         ({"capacity": 10, "expert_alignment": 4}, ValueError, "capacity=12"),
         ({"layout": "rows"}, ValueError, "'rows'"),
+        ({"mode": "auto"}, ValueError, "ask about both"),
         ({"config": {}}, TypeError, "jax_ep.Config"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The default number of SMs: what the model gives for known cases, and its limits.
+"""The default number of SMs and mode="auto": what the models give for known cases, and their limits.
 
 How it reaches a call is tested in test_lowering.py, what it takes from records in test_bootstrap.py.
 """
@@ -98,3 +98,45 @@ def test_constants_are_of_one_measurement():
     reached, _ = tuning.ranks_per_token(2, 256, 8)
     touched, crossed = payload * (1 + reached), payload * reached / 2
     assert math.isclose(touched / tuning.SM_RATE, crossed / tuning.SM_LINK_RATE, rel_tol=0.05)
+
+
+W2 = dict(num_ranks=8, num_experts=256, num_topk=8, num_tokens=128, row_bytes=14336, slots_bytes=32 << 20)
+
+
+def prefers_latency(placement, **changes):
+    return tuning.prefers_latency(placement, **{**W2, **changes})
+
+
+def test_mode_by_bytes_that_a_rank_sends():
+    """128 tokens of 14 KiB to 5.29 of 8 ranks are 9.3 MiB; FP8 rows are half as wide; a shared GPU halves the limit."""
+    fp8 = 7168 + 224
+    assert not prefers_latency(nvlink()) and prefers_latency(nvlink(), row_bytes=fp8)
+    assert not prefers_latency(one_gpu(8), row_bytes=fp8) and prefers_latency(one_gpu(8), row_bytes=fp8, num_tokens=64)
+    sent = lambda placement: max(
+        n for n in range(1, 9000) if prefers_latency(placement, num_ranks=1, num_tokens=n, row_bytes=1024)
+    )
+    assert sent(nvlink()) * 1024 == tuning.LATENCY_BYTES_ALONE
+    assert sent(one_gpu(2)) * 1024 == tuning.LATENCY_BYTES_SHARED
+
+
+def test_mode_by_bytes_of_slots():
+    """Slots grow with ranks times tokens, whatever is sent."""
+    few = dict(num_tokens=8, slots_bytes=tuning.LATENCY_SLOTS_BYTES)
+    assert prefers_latency(nvlink(), **few)
+    assert not prefers_latency(nvlink(), **{**few, "slots_bytes": tuning.LATENCY_SLOTS_BYTES + 1})
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_ranks", "placement", "expected"),
+    [
+        (0, 8, nvlink(), tuning.LEAST_SMS),
+        (1, 1, nvlink(), tuning.LEAST_SMS),
+        (128, 4, nvlink(), 128 * 4 // tuning.LATENCY_PIECES_PER_SM),
+        (129, 4, nvlink(), 128 * 4 // tuning.LATENCY_PIECES_PER_SM + 1),
+        (4096, 8, nvlink(), tuning.LATENCY_MOST_SMS),
+        (4096, 16, one_gpu(16), 132 // 16),
+        (4096, 2, nvlink(num_sms=2), 2),
+    ],
+)
+def test_latency_num_sms(num_tokens, num_ranks, placement, expected):
+    assert tuning.latency_num_sms(placement, num_ranks=num_ranks, num_tokens=num_tokens) == expected

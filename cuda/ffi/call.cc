@@ -29,10 +29,12 @@ ffi::ErrorOr<CallAttributes> CallAttributes::read(const ffi::Dictionary &attrs) 
   const struct { const char *name; int64_t *to; } fields[] = {
       {"num_ranks", &a.num_ranks},         {"num_experts", &a.num_experts},
       {"num_topk", &a.num_topk},           {"row_bytes", &a.row_bytes},
+      {"num_tokens", &a.num_tokens},       {"num_rows", &a.num_rows},
       {"side_bytes", &a.side_bytes},       {"quantize", &a.quantize},
       {"dtype", &a.dtype},                 {"layout", &a.layout},
       {"expert_alignment", &a.expert_alignment}, {"zero_tail", &a.zero_tail},
       {"num_sms", &a.num_sms},             {"staging_bytes", &a.staging_bytes},
+      {"num_slots", &a.num_slots},
       {"force_staged", &a.force_staged},   {"force_vector", &a.force_vector},
       {"setup_timeout_ns", &a.setup_timeout_ns},
       {"first_timeout_ns", &a.first_timeout_ns}, {"timeout_ns", &a.timeout_ns}};
@@ -44,24 +46,28 @@ ffi::ErrorOr<CallAttributes> CallAttributes::read(const ffi::Dictionary &attrs) 
   return a;
 }
 
-int64_t Buffers::arg_dim(size_t i, size_t dim) const {
-  auto b = args_.get<ffi::AnyBuffer>(i);
-  return b && dim < b->dimensions().size() ? b->dimensions()[dim] : -1;
+bool Buffers::has_rows(size_t i) const {
+  auto b = args_.get<ffi::AnyBuffer>(i + (part_ == Part::kDone));
+  return b && b->dimensions().size() > 0 && b->dimensions()[0] > 0;
 }
 
-ffi::ErrorOr<ffi::AnyBuffer> Buffers::ret_buffer(size_t i) const {
+void *Buffers::result(size_t i, int64_t bytes) {
   auto b = rets_.get<ffi::AnyBuffer>(i);
-  if (!b) return ffi::Unexpected(b.error());
-  return **b;
+  if (!b) return get(ffi::Unexpected(b.error()), "result", i, bytes);
+  return get(**b, "result", i, bytes);
 }
 
-int64_t Buffers::ret_dim(size_t i, size_t dim) const {
-  auto b = ret_buffer(i);
-  return b && dim < b->dimensions().size() ? b->dimensions()[dim] : -1;
+LatencyCall Buffers::latency() {
+  LatencyCall call{};
+  call.sends = part_ != Part::kDone, call.receives = part_ != Part::kStart;
+  if (part_ == Part::kDone) call.ticket = static_cast<const int32_t *>(operand(0, 8));
+  if (part_ == Part::kStart) call.ticket_result = static_cast<int32_t *>(result(0, 8));
+  return call;
 }
 
 void *Buffers::get(ffi::ErrorOr<ffi::AnyBuffer> buffer, const char *kind, size_t i, int64_t bytes) {
-  const std::string name = std::string(op_) + " " + kind + " " + std::to_string(i);
+  const char *const parts[] = {"", "", "_start", "_done"};
+  const std::string name = std::string(op_) + parts[int(part_)] + " " + kind + " " + std::to_string(i);
   if (!buffer) {
     if (problem_.empty()) problem_ = name + ": missing";
     return nullptr;
@@ -75,16 +81,19 @@ void *Buffers::get(ffi::ErrorOr<ffi::AnyBuffer> buffer, const char *kind, size_t
   return at;
 }
 
-CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, std::initializer_list<int64_t> what,
-                     const Shared (&shared)[kNumBuffers]) {
+CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, Part part,
+                     std::initializer_list<int64_t> what, const Shared (&shared)[kNumBuffers]) {
   CallParams c{};
   c.shape = rank.shape;
   c.arena = rank.arena, c.peers = rank.peers, c.failure = rank.failure;
   c.pool_base = reinterpret_cast<uint64_t>(rank.pool ? rank.pool->base : nullptr);
   c.op = op, c.rank = rank.rank, c.num_ranks = int32_t(a.num_ranks), c.num_topk = int32_t(a.num_topk);
   c.row_bytes = a.row_bytes, c.side_bytes = a.side_bytes;
-  c.tag = hash({int64_t(op), int64_t(hash(what)), a.num_ranks, a.num_experts, a.num_topk, a.row_bytes, a.dtype,
-                a.layout, a.expert_alignment, a.side_bytes, a.quantize});
+  const bool is_latency = part != Part::kThroughput;
+  // In latency mode receivers wait for flags of every block of a source.
+  const int64_t blocks = is_latency ? a.num_blocks(rank) : 0;
+  c.tag = hash({int64_t(op), int64_t(hash(what)), a.num_ranks, a.num_experts, a.num_topk, a.num_tokens, a.num_rows,
+                a.row_bytes, a.dtype, a.layout, a.expert_alignment, a.side_bytes, a.quantize, blocks});
   c.force_staged = a.force_staged != 0;
   c.is_direct = rank.pool && rank.pool->base && rank.pool->is_exportable;
   bool reaches_all = !c.force_staged || a.num_ranks == 1;
@@ -95,7 +104,9 @@ CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, st
     if (!rank.pool || !rank.pool->contains(shared[i].at, shared[i].bytes)) c.is_direct = 0;
   }
   for (uint8_t same : rank.same_process) reaches_all = reaches_all && (same || c.is_direct);
-  const int64_t before = rank.count_call(!reaches_all, !a.use_bulk(rank), op == Op::kDispatch);
+  const int64_t before = rank.count_call({/*sends=*/part != Part::kDone, /*receives=*/part != Part::kStart,
+                                          /*is_staged=*/!reaches_all && !is_latency, !a.use_bulk(rank),
+                                          /*is_routing=*/op == Op::kDispatch});
   c.limit_ns = uint64_t(std::min<int64_t>(before == 0 ? a.first_timeout_ns : a.timeout_ns, kMaxLimitNs));
   return c;
 }
@@ -131,6 +142,7 @@ ffi::Error bind_call_site(const ffi::Dictionary &attrs) {
   request.groups.assign(groups->begin(), groups->end());
   request.num_ranks = a->num_ranks, request.num_experts = a->num_experts, request.num_topk = a->num_topk;
   request.row_bytes = a->crossing_bytes(), request.staging_bytes = a->staging_bytes, request.num_sms = a->num_sms;
+  request.num_tokens = a->num_tokens, request.num_slots = a->num_slots;
   request.setup_timeout_ns = a->setup_timeout_ns;
   const std::string problem = bind_from_instantiate(request);
   return problem.empty() ? ffi::Error::Success() : internal(problem);

@@ -7,7 +7,8 @@
 #include <string>
 #include <string_view>
 
-#include "cuda/kernels/params.h"
+#include "cuda/ffi/targets.h"
+#include "cuda/kernels/latency.h"
 #include "cuda/runtime/registry.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -19,14 +20,19 @@ namespace ffi = xla::ffi;
 struct CallAttributes {
   std::string_view key; // names the arena: group, size class
   int64_t num_ranks, num_experts, num_topk, layout, expert_alignment, zero_tail;
+  int64_t num_tokens, num_rows;  // of a rank; rows of recv_x (dispatch) or y (combine)
   int64_t row_bytes, side_bytes; // of a received row (dispatch) or a row of the result (combine), and what lies beside it
   int64_t dtype, quantize;       // of the first operand; what becomes of it
-  int64_t num_sms; // 0: the group's default
+  int64_t num_sms;   // 0: the group's default
+  int64_t num_slots; // of the arena; 0: throughput mode
   int64_t staging_bytes, force_staged, force_vector, setup_timeout_ns, first_timeout_ns, timeout_ns;
 
   static ffi::ErrorOr<CallAttributes> read(const ffi::Dictionary &attrs);
   bool use_bulk(const RankContext &rank) const { return rank.has_bulk && !force_vector; }
+  int32_t num_blocks(const RankContext &rank) const { return num_sms ? int32_t(num_sms) : rank.num_sms; }
   Layout layout_kind() const { return Layout(layout); }
+  // Rows of the handle's slot arrays, of which each is a distinct (source, token) that reaches this rank.
+  int64_t num_handle_slots() const { return layout_kind() == Layout::kToken ? num_rows : num_ranks * num_tokens; }
   // Bytes of a row as it crosses, with its side array: what a staging window must hold one of.
   int64_t crossing_bytes() const {
     if (Quantize(quantize) == Quantize::kFp8Wire) return partial_row_bytes(row_bytes, DType(dtype), Quantize::kFp8Wire);
@@ -34,21 +40,28 @@ struct CallAttributes {
   }
 };
 
-// Buffers of a call by position; a wrong count or too few bytes becomes an error that names the operand.
+// Buffers of a call by their position in the whole operation, whichever part of it this is; a wrong count or too few
+// bytes becomes an error that names the operand.
 class Buffers {
  public:
-  Buffers(const char *op, ffi::RemainingArgs args, ffi::RemainingRets rets) : op_(op), args_(args), rets_(rets) {}
-  template <class T> T *arg(size_t i, int64_t bytes) { return static_cast<T *>(get(args_.get<ffi::AnyBuffer>(i), "operand", i, bytes)); }
-  template <class T> T *ret(size_t i, int64_t bytes) { return static_cast<T *>(get(ret_buffer(i), "result", i, bytes)); }
-  int64_t arg_dim(size_t i, size_t dim) const;
-  int64_t ret_dim(size_t i, size_t dim) const;
+  Buffers(const char *op, Part part, ffi::RemainingArgs args, ffi::RemainingRets rets)
+      : op_(op), part_(part), args_(args), rets_(rets) {}
+  template <class T> T *arg(size_t i, int64_t bytes) { return static_cast<T *>(operand(i + (part_ == Part::kDone), bytes)); }
+  // Null in a start, which has none of the results.
+  template <class T> T *ret(size_t i, int64_t bytes) {
+    return part_ == Part::kStart ? nullptr : static_cast<T *>(result(i, bytes));
+  }
+  bool has_rows(size_t i) const; // of an operand that may be absent
+  LatencyCall latency();         // with the ticket: a result of a start, the first operand of a done
   const std::string &problem() const { return problem_; } // the first one, empty if all is well
 
  private:
-  ffi::ErrorOr<ffi::AnyBuffer> ret_buffer(size_t i) const;
+  void *operand(size_t i, int64_t bytes) { return get(args_.get<ffi::AnyBuffer>(i), "operand", i, bytes); }
+  void *result(size_t i, int64_t bytes);
   void *get(ffi::ErrorOr<ffi::AnyBuffer> buffer, const char *kind, size_t i, int64_t bytes);
 
   const char *op_;
+  Part part_;
   ffi::RemainingArgs args_;
   ffi::RemainingRets rets_;
   std::string problem_;
@@ -60,13 +73,38 @@ struct Shared {
   int64_t bytes = 0;
 };
 
-// Everything in CallParams. `what` is hashed into the tag that ranks compare.
-CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, std::initializer_list<int64_t> what,
-                     const Shared (&shared)[kNumBuffers]);
+// Everything in CallParams. The tag that ranks compare is a hash of what all of them must have alike, and of `what`; it
+// is the same for start and done.
+CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, Part part,
+                     std::initializer_list<int64_t> what, const Shared (&shared)[kNumBuffers]);
+
+// Hands complete parameters to `launch`, or `launch_latency`, unless a buffer was wrong.
+template <class Params>
+ffi::Error launch_part(const char *op, Part part, Params &p, Buffers &b, cudaStream_t stream,
+                       cudaError_t (*launch)(Params, cudaStream_t),
+                       cudaError_t (*launch_latency)(const Params &, const LatencyCall &, cudaStream_t)) {
+  const LatencyCall latency = b.latency();
+  if (part == Part::kStart) { // there is nothing to poison but the ticket
+    p.outputs = Outputs{};
+    p.outputs.add(latency.ticket_result, 8, /*sizes=*/true);
+  }
+  if (!b.problem().empty()) return ffi::Error(ffi::ErrorCode::kInvalidArgument, b.problem());
+  if (cudaError_t e = part == Part::kThroughput ? launch(p, stream) : launch_latency(p, latency, stream))
+    return ffi::Error(ffi::ErrorCode::kInternal, std::string(op) + ": launch failed: " + cudaGetErrorString(e));
+  return ffi::Error::Success();
+}
 
 // The context of the current device, or an error: not bound, or a failed group. CUDA's own ordinal is asked: XLA's
 // DeviceOrdinal need not equal it when a process sees only some of its devices.
 ffi::ErrorOr<const RankContext *> find_rank(std::string_view key);
+
+using Execute = ffi::Error(cudaStream_t, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary);
+template <Execute execute> XLA_FFI_Handler *execute_handler() {
+  XLA_FFI_DEFINE_HANDLER(kHandler, execute,
+                         ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
+                             .RemainingArgs().RemainingRets().Attrs());
+  return kHandler;
+}
 
 // Instantiate handler of every target: binds the arena while the program compiles.
 ffi::Error instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs);

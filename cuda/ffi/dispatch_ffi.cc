@@ -1,5 +1,5 @@
-// Targets jax_ep_dispatch (routes) and jax_ep_redispatch (reuses a handle). Operand and result order:
-// jax_ep/primitives.py.
+// Targets jax_ep_dispatch (routes) and jax_ep_redispatch (reuses a handle), in throughput and latency mode, whole and in
+// halves. Operand and result order: jax_ep/primitives.py.
 #include "cuda/ffi/targets.h"
 
 #include <cuda_runtime_api.h>
@@ -10,52 +10,45 @@
 namespace jax_ep {
 namespace {
 
-// What both targets take from attributes and shapes; x is operand 0, side operand 1, recv_x and recv_side results 0 and 1.
-DispatchParams base_params(const CallAttributes &a, const RankContext &rank, Buffers &b, int64_t num_slots) {
+// What both operations take from attributes; x is operand 0, side operand 1, recv_x and recv_side results 0 and 1.
+DispatchParams base_params(const CallAttributes &a, const RankContext &rank, Buffers &b) {
   DispatchParams p{};
-  const int64_t T = b.arg_dim(0, 0), rows = b.ret_dim(0, 0);
+  const int64_t T = a.num_tokens, N = a.num_rows;
   p.num_tokens = int32_t(T), p.num_experts = int32_t(a.num_experts);
   p.num_local_experts = int32_t(a.num_experts / a.num_ranks);
   p.layout = a.layout_kind(), p.zero_tail = a.zero_tail != 0;
-  p.capacity = int32_t(p.layout == Layout::kBatched ? rows / p.num_local_experts : rows);
-  p.num_slots = int32_t(num_slots), p.alignment = int32_t(a.expert_alignment);
+  p.capacity = int32_t(p.layout == Layout::kBatched ? N / p.num_local_experts : N);
+  p.num_slots = int32_t(a.num_handle_slots()), p.alignment = int32_t(a.expert_alignment);
   p.dtype = DType(a.dtype), p.quantize = Quantize(a.quantize);
   const bool quantises = p.quantize != Quantize::kNone;
   p.x_bytes = quantises ? a.row_bytes * dtype_bytes(p.dtype) : a.row_bytes;
   p.x = b.arg<const char>(0, T * p.x_bytes);
   p.side = b.arg<const char>(1, quantises ? 0 : T * a.side_bytes);
-  p.recv_x = b.ret<char>(0, rows * a.row_bytes);
-  p.recv_side = b.ret<char>(1, rows * a.side_bytes);
-  p.outputs.add(p.recv_x, rows * a.row_bytes);
-  if (p.recv_side) p.outputs.add(p.recv_side, rows * a.side_bytes);
-  p.num_blocks = a.num_sms ? int32_t(a.num_sms) : rank.num_sms;
+  p.recv_x = b.ret<char>(0, N * a.row_bytes);
+  p.recv_side = b.ret<char>(1, N * a.side_bytes);
+  p.outputs.add(p.recv_x, N * a.row_bytes);
+  if (p.recv_side) p.outputs.add(p.recv_side, N * a.side_bytes);
+  p.num_blocks = a.num_blocks(rank);
   p.use_bulk = a.use_bulk(rank);
   return p;
 }
 
-ffi::Error launch(const DispatchParams &p, const Buffers &buffers, cudaStream_t stream) {
-  if (!buffers.problem().empty()) return ffi::Error(ffi::ErrorCode::kInvalidArgument, buffers.problem());
-  if (cudaError_t e = launch_dispatch(p, stream))
-    return ffi::Error(ffi::ErrorCode::kInternal, std::string("dispatch: launch failed: ") + cudaGetErrorString(e));
-  return ffi::Error::Success();
+int64_t scalars_bytes(const CallAttributes &a) {
+  return a.num_rows * 4 * (a.layout_kind() == Layout::kToken ? a.num_topk : 1);
 }
 
-int64_t scalars_bytes(const CallAttributes &a, int64_t rows) {
-  return rows * 4 * (a.layout_kind() == Layout::kToken ? a.num_topk : 1);
-}
-
-ffi::Error dispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                    ffi::Dictionary attrs) {
+template <Part part>
+ffi::Error dispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
   auto a = CallAttributes::read(attrs);
   if (!a) return a.error();
   auto rank = find_rank(a->key);
   if (!rank) return rank.error();
-  Buffers b("dispatch", args, rets);
-  const int64_t T = b.arg_dim(0, 0), K = a->num_topk, R = a->num_ranks, N = b.ret_dim(0, 0), S = b.ret_dim(3, 0);
+  Buffers b("dispatch", part, args, rets);
+  const int64_t T = a->num_tokens, K = a->num_topk, R = a->num_ranks, N = a->num_rows, S = a->num_handle_slots();
   const int64_t L = a->num_experts / R;
-  const bool has_weights = T > 0 && b.arg_dim(3, 0) > 0;
-  const int64_t weights_bytes = has_weights ? scalars_bytes(*a, N) : 0;
-  DispatchParams p = base_params(*a, **rank, b, S);
+  const bool has_weights = T > 0 && b.has_rows(3);
+  const int64_t weights_bytes = has_weights ? scalars_bytes(*a) : 0;
+  DispatchParams p = base_params(*a, **rank, b);
   p.topk_idx = b.arg<const int32_t>(2, T * K * 4);
   p.weights = b.arg<const float>(3, has_weights ? T * K * 4 : 0);
   p.window = b.arg<const int32_t>(4, 4);
@@ -77,27 +70,27 @@ ffi::Error dispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   p.outputs.add(p.dst_row, T * K * 4);
   for (auto [at, n] : {std::pair{p.group_sizes, L}, {p.counts, L}, {p.stats, int64_t(8)}, {p.recv_offsets, R + 1}})
     p.outputs.add(at, n * 4, /*sizes=*/true);
-  p.call = make_call(**rank, *a, Op::kDispatch, {T, N, has_weights},
+  p.call = make_call(**rank, *a, Op::kDispatch, part, {has_weights},
                      {{p.recv_x, N * a->row_bytes},
                       {p.recv_weights, weights_bytes},
                       {p.slot_meta, S * K * 4},
                       {p.slot_token, S * 4},
                       {p.recv_side, N * a->side_bytes}});
-  return launch(p, b, stream);
+  return launch_part("dispatch", part, p, b, stream, launch_dispatch, launch_dispatch_latency);
 }
 
-ffi::Error redispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                      ffi::Dictionary attrs) {
+template <Part part>
+ffi::Error redispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
   auto a = CallAttributes::read(attrs);
   if (!a) return a.error();
   auto rank = find_rank(a->key);
   if (!rank) return rank.error();
-  Buffers b("redispatch", args, rets);
-  const int64_t T = b.arg_dim(0, 0), K = a->num_topk, R = a->num_ranks, N = b.ret_dim(0, 0), S = b.arg_dim(6, 0);
+  Buffers b("redispatch", part, args, rets);
+  const int64_t T = a->num_tokens, K = a->num_topk, R = a->num_ranks, N = a->num_rows, S = a->num_handle_slots();
   const int64_t L = a->num_experts / R;
-  const bool has_weights = T > 0 && b.arg_dim(2, 0) > 0;
-  const int64_t weights_bytes = has_weights ? scalars_bytes(*a, N) : 0;
-  DispatchParams p = base_params(*a, **rank, b, S);
+  const bool has_weights = T > 0 && b.has_rows(2);
+  const int64_t weights_bytes = has_weights ? scalars_bytes(*a) : 0;
+  DispatchParams p = base_params(*a, **rank, b);
   p.weights = b.arg<const float>(2, has_weights ? T * K * 4 : 0);
   p.topk_clean = b.arg<int32_t>(3, T * K * 4);
   p.slot = b.arg<int32_t>(4, T * R * 4);
@@ -109,21 +102,31 @@ ffi::Error redispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaini
   p.counts = b.arg<int32_t>(10, L * 4);
   p.recv_weights = b.ret<float>(2, weights_bytes);
   if (p.recv_weights) p.outputs.add(p.recv_weights, weights_bytes);
-  p.call = make_call(**rank, *a, Op::kRedispatch, {T, N, has_weights},
+  p.call = make_call(**rank, *a, Op::kRedispatch, part, {has_weights},
                      {{p.recv_x, N * a->row_bytes}, {p.recv_weights, weights_bytes}, {}, {}, {p.recv_side, N * a->side_bytes}});
-  return launch(p, b, stream);
+  return launch_part("redispatch", part, p, b, stream, launch_dispatch, launch_dispatch_latency);
 }
 
 } // namespace
 
-XLA_FFI_DEFINE_HANDLER(kDispatch, dispatch,
-                       ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER(kRedispatch, redispatch,
-                       ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_Handler *dispatch_handler(Part part) {
+  switch (part) {
+    case Part::kThroughput: return execute_handler<dispatch<Part::kThroughput>>();
+    case Part::kLatency: return execute_handler<dispatch<Part::kLatency>>();
+    case Part::kStart: return execute_handler<dispatch<Part::kStart>>();
+    case Part::kDone: return execute_handler<dispatch<Part::kDone>>();
+  }
+  return nullptr;
+}
 
-XLA_FFI_Handler *dispatch_handler() { return kDispatch; }
-XLA_FFI_Handler *redispatch_handler() { return kRedispatch; }
+XLA_FFI_Handler *redispatch_handler(Part part) {
+  switch (part) {
+    case Part::kThroughput: return execute_handler<redispatch<Part::kThroughput>>();
+    case Part::kLatency: return execute_handler<redispatch<Part::kLatency>>();
+    case Part::kStart: return execute_handler<redispatch<Part::kStart>>();
+    case Part::kDone: return execute_handler<redispatch<Part::kDone>>();
+  }
+  return nullptr;
+}
 
 } // namespace jax_ep

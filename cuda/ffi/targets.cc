@@ -1,5 +1,8 @@
 #include "cuda/ffi/targets.h"
 
+#include <string>
+#include <utility>
+
 #include "cuda/ffi/call.h"
 
 namespace nb = nanobind;
@@ -19,15 +22,19 @@ nb::capsule capsule(XLA_FFI_Handler *handler) { return nb::capsule(reinterpret_c
 
 nb::dict ffi_targets() {
   nb::dict targets;
-  const std::pair<const char *, XLA_FFI_Handler *> handlers[] = {{"jax_ep_dispatch", dispatch_handler()},
-                                                                  {"jax_ep_redispatch", redispatch_handler()},
-                                                                  {"jax_ep_combine", combine_handler()}};
-  for (auto [name, execute] : handlers) {
-    nb::dict stages;
-    stages["instantiate"] = capsule(kInstantiate);
-    stages["initialize"] = capsule(kInitialize);
-    stages["execute"] = capsule(execute);
-    targets[name] = stages;
+  const std::pair<const char *, XLA_FFI_Handler *(*)(Part)> operations[] = {{"jax_ep_dispatch", dispatch_handler},
+                                                                            {"jax_ep_redispatch", redispatch_handler},
+                                                                            {"jax_ep_combine", combine_handler}};
+  const std::pair<const char *, Part> parts[] = {
+      {"", Part::kThroughput}, {"_latency", Part::kLatency}, {"_start", Part::kStart}, {"_done", Part::kDone}};
+  for (auto [operation, handler_of] : operations) {
+    for (auto [suffix, part] : parts) {
+      nb::dict stages;
+      stages["instantiate"] = capsule(kInstantiate);
+      stages["initialize"] = capsule(kInitialize);
+      stages["execute"] = capsule(handler_of(part));
+      targets[(std::string(operation) + suffix).c_str()] = stages;
+    }
   }
   return targets;
 }

@@ -7,9 +7,12 @@
 
 namespace jax_ep {
 
-XLA_FFI_Handler *dispatch_handler();
-XLA_FFI_Handler *redispatch_handler();
-XLA_FFI_Handler *combine_handler();
+// What a target does of its operation: the whole exchange, in one of the two modes, or a half of it.
+enum class Part { kThroughput, kLatency, kStart, kDone };
+
+XLA_FFI_Handler *dispatch_handler(Part part);
+XLA_FFI_Handler *redispatch_handler(Part part);
+XLA_FFI_Handler *combine_handler(Part part);
 
 // {target: {"instantiate": capsule, "initialize": capsule, "execute": capsule}}
 nanobind::dict ffi_targets();

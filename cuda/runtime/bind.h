@@ -12,7 +12,8 @@ struct BindRequest {
   std::string key;
   std::vector<int64_t> groups; // [num_groups * num_ranks * 2] of (process_index, position in it)
   int64_t num_ranks = 0, num_experts = 0, num_topk = 0, row_bytes = 0;
-  int64_t staging_bytes = 0;
+  int64_t staging_bytes = 0;            // throughput mode
+  int64_t num_tokens = 0, num_slots = 0; // latency mode; no slots: throughput mode
   int64_t num_sms = 0; // 0: the group's default
   int64_t setup_timeout_ns = 0;
 };

@@ -10,23 +10,28 @@
 
 namespace jax_ep {
 
+constexpr int kMaxArenaSlots = 1 << 10; // far beyond Config.max_pending: only refuses a wrong number
 constexpr int kDefaultNumSms = 24; // of calls that were lowered for another machine; else lowering chooses (tuning.py)
 
 struct RankContext::Counters {
   std::atomic<int64_t> calls{0};
+  std::atomic<int64_t> received{0};   // calls that waited for rows: all but starts
   std::atomic<int64_t> staged{0};
   std::atomic<int64_t> vector{0};
   std::atomic<int64_t> entered_ns{0}; // steady clock, when the last routing dispatch was launched
 };
 
-int64_t RankContext::count_call(bool is_staged, bool is_vector, bool is_routing) const {
-  if (is_routing) {
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    counters->entered_ns.store(std::chrono::nanoseconds(now).count(), std::memory_order_relaxed);
+int64_t RankContext::count_call(const CountedCall &call) const {
+  if (call.sends) {
+    if (call.is_routing) {
+      const auto now = std::chrono::steady_clock::now().time_since_epoch();
+      counters->entered_ns.store(std::chrono::nanoseconds(now).count(), std::memory_order_relaxed);
+    }
+    if (call.is_staged) counters->staged.fetch_add(1, std::memory_order_relaxed);
+    if (call.is_vector) counters->vector.fetch_add(1, std::memory_order_relaxed);
+    counters->calls.fetch_add(1, std::memory_order_relaxed);
   }
-  if (is_staged) counters->staged.fetch_add(1, std::memory_order_relaxed);
-  if (is_vector) counters->vector.fetch_add(1, std::memory_order_relaxed);
-  return counters->calls.fetch_add(1, std::memory_order_relaxed);
+  return counters->received.fetch_add(call.receives, std::memory_order_relaxed);
 }
 
 Registry &Registry::get() {
@@ -73,7 +78,7 @@ Registry::Arena &Registry::arena(const std::string &key, int device, const Arena
   if (found != arenas_.end()) {
     const ArenaShape &have = found->second.shape;
     if (have.num_ranks != shape.num_ranks || have.count_words != shape.count_words ||
-        have.staging_bytes != shape.staging_bytes) {
+        have.staging_bytes != shape.staging_bytes || have.num_slots != shape.num_slots) {
       fail("one key for two arena shapes");
     }
     return found->second;
@@ -118,9 +123,10 @@ Answer Registry::answer(const Request &request) {
       break;
     }
     case Ask::kArena: {
-      const ArenaShape shape{request.num_ranks, request.count_words, request.staging_bytes};
+      const ArenaShape shape{request.num_ranks, request.count_words, request.staging_bytes, request.num_slots};
       if (shape.num_ranks < 1 || shape.num_ranks > kMaxRanks || shape.count_words < 1 ||
-          shape.count_words > (1 << 24) || shape.staging_bytes < 0 || shape.staging_bytes > (int64_t(1) << 36)) {
+          shape.count_words > kMaxCountWords || shape.staging_bytes < 0 ||
+          shape.staging_bytes > (int64_t(1) << 36) || shape.num_slots < 0 || shape.num_slots > kMaxArenaSlots) {
         fail("an arena of impossible shape was asked for");
       }
       const Arena &own = arena(request.key, device, shape);

@@ -35,6 +35,12 @@ struct Pool {
   }
 };
 
+// What of a call is counted: an exchange once, by the call that sends.
+struct CountedCall {
+  bool sends, receives; // both, or one half of an exchange that was split
+  bool is_staged, is_vector, is_routing;
+};
+
 // One local device's place in one group: all that a launch needs. Immutable after bind, except the counters.
 // Lives until the process ends.
 struct RankContext {
@@ -50,7 +56,7 @@ struct RankContext {
   const Pool *pool = nullptr;       // own XLA pool; pool->base null when not registered
   FailureRecord *failure = nullptr; // pinned host memory, also readable/writable by the device at this address
   struct Counters;                  // calls, staged calls, calls without bulk copies (atomics, defined in registry.cc)
-  int64_t count_call(bool is_staged, bool is_vector, bool is_routing) const; // returns calls before this one
+  int64_t count_call(const CountedCall &call) const; // returns how many calls before this one received
   std::shared_ptr<Counters> counters;
 };
 

@@ -36,9 +36,11 @@ struct Request {
   int32_t num_ranks = 0;     // arena only, as are the rest
   int32_t count_words = 0;
   int64_t staging_bytes = 0;
+  int32_t num_slots = 0;
+  int32_t reserved = 0;
   char key[64] = {};         // zero-terminated
 };
-static_assert(sizeof(Request) == 112, "one layout on both ends");
+static_assert(sizeof(Request) == 120, "one layout on both ends");
 
 struct Reply {
   uint32_t magic = 0;

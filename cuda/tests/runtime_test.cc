@@ -46,13 +46,16 @@ std::string thrown(Fn fn) {
   return "";
 }
 
-// A memory file that says which device was asked for.
+// A memory file that says which arena was asked for.
 Answer memory_file(const Request &request) {
   Answer answer;
   if (Ask(request.ask) == Ask::kPool) return answer;
   if (request.device == 9) throw SetupFailure("SetupError: no device 9");
   answer.fd = Fd(::memfd_create("arena", MFD_CLOEXEC));
-  const std::string text = std::string(request.key) + ":" + std::to_string(request.device);
+  std::string text = request.key;
+  for (int64_t part : {int64_t(request.device), int64_t(request.num_ranks), int64_t(request.count_words),
+                       request.staging_bytes, int64_t(request.num_slots)})
+    text += ":" + std::to_string(part);
   if (::write(answer.fd.get(), text.data(), text.size()) != ssize_t(text.size())) fail("write");
   answer.bytes = int64_t(text.size());
   answer.status = Status::kOk;
@@ -62,7 +65,7 @@ Answer memory_file(const Request &request) {
 Request request_of(Ask ask, int device) {
   Request r;
   r.ask = uint32_t(ask);
-  r.device = device;
+  r.device = device, r.num_ranks = 2, r.count_words = 8, r.staging_bytes = int64_t(1) << 33, r.num_slots = 4;
   std::memcpy(r.key, "key", 4);
   return r;
 }
@@ -92,7 +95,7 @@ void test_descriptor_travels() {
   Client client(service.address(), kNonce, soon());
   for (int device : {0, 5}) { // one connection serves several requests
     const Answer answer = client.call(request_of(Ask::kArena, device), soon());
-    const std::string expected = "key:" + std::to_string(device);
+    const std::string expected = "key:" + std::to_string(device) + ":2:8:8589934592:4";
     CHECK(answer.status == Status::kOk && answer.bytes == int64_t(expected.size()));
     char text[32] = {};
     CHECK(::pread(answer.fd.get(), text, sizeof(text) - 1, 0) == ssize_t(expected.size()));

@@ -27,6 +27,8 @@ from jax_ep.cli.benchlib.timing import barrier, exchange
 # A rank that fails must not keep the others for minutes.
 CONFIG = jax_ep.Config(first_call_timeout_s=60.0, timeout_s=20.0)
 
+mode = "throughput"  # of dispatch: test files that heed --mode set it
+
 _sequence = itertools.count()
 
 

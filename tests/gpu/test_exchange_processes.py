@@ -29,16 +29,18 @@ def _program(sizes: Sizes, num_ranks: int):
 
 class _Processes(ExchangeCases):
     config = ranks.CONFIG
+    mode = "throughput"
 
     @pytest.fixture(autouse=True)
     def _implementation(self, request):
         self.implementation = request.config.getoption("--implementation")
+        self.mode = request.config.getoption("--mode")
         self.config = dataclasses.replace(self.config, copies=request.config.getoption("--copies"))
 
     def run(self, sizes, topk_idx, seed=0):
         if sizes.num_ranks > jax.device_count():
             pytest.skip(f"needs {sizes.num_ranks} ranks")
-        sizes = dataclasses.replace(sizes, implementation=self.implementation, config=self.config)
+        sizes = dataclasses.replace(sizes, implementation=self.implementation, config=self.config, mode=self.mode)
         on = ranks.mesh(sizes.num_ranks)
         inputs, oracle = make_inputs(sizes, topk_idx, seed)
         result = None

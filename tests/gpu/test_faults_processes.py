@@ -16,6 +16,7 @@ from jax_ep import testing
 
 NUM_TOKENS, NUM_TOPK, HIDDEN, TIMEOUT_S = 32, 2, 64, 3.0
 CONFIG = jax_ep.Config(first_call_timeout_s=60.0, timeout_s=TIMEOUT_S)
+CUDA = dict(config=CONFIG, implementation="cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,7 @@ def _three_ranks(request):
     if jax.device_count() < 3:
         pytest.skip("needs 3 ranks")
     assert request.config.getoption("--implementation") == "cuda"
+    ranks.mode = request.config.getoption("--mode")
 
 
 def _program(num_tokens=NUM_TOKENS, with_combine=True):
@@ -34,7 +36,7 @@ def _program(num_tokens=NUM_TOKENS, with_combine=True):
     x = testing.code_rows(size, num_tokens, HIDDEN, "float32")
 
     def fn(x, idx):
-        recv = jax_ep.dispatch(x, idx, num_experts=num_experts, axis_name="ep", config=CONFIG, implementation="cuda")
+        recv = jax_ep.dispatch(x, idx, num_experts=num_experts, axis_name="ep", mode=ranks.mode, **CUDA)
         if not with_combine:
             return recv.x, recv.counts
         return recv.x, recv.counts, jax_ep.combine(recv.x, recv.handle)

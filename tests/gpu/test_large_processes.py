@@ -41,6 +41,7 @@ def test_rows_beyond_4_gib(request, layout):
             num_experts=size,
             axis_name="ep",
             layout=layout,
+            mode="throughput",
             config=ranks.CONFIG,
             implementation=implementation,
         )

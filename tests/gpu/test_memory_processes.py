@@ -32,7 +32,7 @@ def test_all_growth_lies_in_compile():
     jax.block_until_ready(jax.jit(jnp.sum)(jnp.ones(8)))  # XLA's pool and its own first-run allocations
 
     def fn(x, idx):
-        recv = jax_ep.dispatch(x, idx, num_experts=4 * size, axis_name="ep", implementation="cuda")
+        recv = jax_ep.dispatch(x, idx, num_experts=4 * size, axis_name="ep", mode="throughput", implementation="cuda")
         return jax_ep.combine(recv.x, recv.handle)
 
     def free() -> int:
@@ -74,7 +74,7 @@ def test_attaching_a_second_program_takes_no_memory():
     )
 
     def fn(x, idx):
-        recv = jax_ep.dispatch(x, idx, num_experts=4 * size, axis_name="ep", implementation="cuda")
+        recv = jax_ep.dispatch(x, idx, num_experts=4 * size, axis_name="ep", mode="throughput", implementation="cuda")
         return jax_ep.combine(recv.x, recv.handle)
 
     program = testing.on_ranks(fn, on).lower(*args).compile()

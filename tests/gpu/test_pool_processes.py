@@ -23,6 +23,7 @@ def test_a_growing_pool_is_staged():
                 num_experts=4 * size,
                 axis_name="ep",
                 layout=layout,
+                mode="throughput",
                 config=ranks.CONFIG,
                 implementation="cuda",
             )

@@ -39,6 +39,7 @@ class JaxEp:
     zero_tail: bool
     implementation: str  # "cuda" | "xla"
     num_sms: int | None = None  # None: by the model of tuning.py
+    mode: str = "throughput"
 
     def dispatch(self, x, idx, weights):
         recv = jax_ep.dispatch(
@@ -51,6 +52,7 @@ class JaxEp:
             capacity=self.capacity,
             quantize=self._quantize,
             zero_tail=self.zero_tail,
+            mode=self.mode,
             config=self._config,
             implementation=self.implementation,
         )
