@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import _ffi, errors, group, records, tuning
+from jax_ep import _ffi, debug_checks, errors, group, records, tuning
 from jax_ep.group import Groups
 
 _LARGE_BUFFER_BYTES = 4 << 20  # more than a growing pool's first region holds
@@ -305,7 +305,7 @@ def records_ms() -> float:
 
 
 # What a failure means to others decides which one is raised first: others are often its consequences.
-_SEVERITY = ("PeerLost", "MismatchError", "PeerTimeout", "PeerFailed")
+_SEVERITY = ("PeerLost", "MismatchError", "PeerTimeout", "PeerFailed", "InvalidIdError")
 
 
 def _failure_error(failure: dict[str, Any]) -> errors.EpError:
@@ -332,14 +332,13 @@ def check() -> None:
 
     A call that fails on the device (a peer did not come, ran another program, or failed itself) ends with NaN
     outputs and sizes of 0, and its group stays unusable until `reset`. Results are asynchronous: wait for them
-    (``jax.block_until_ready``) before asking.
+    (``jax.block_until_ready``) before asking. What `Config.debug_checks` finds is raised here, too.
 
     Raises:
       PeerTimeout, PeerLost, MismatchError, PeerFailed: with the operation, ranks, call number and phase.
+      InvalidIdError: under `Config.debug_checks` only.
     """
-    if _ffi.available():
-        return
-    failures = _ffi.module().failures()
+    failures = debug_checks.failures() if _ffi.available() else [*_ffi.module().failures(), *debug_checks.failures()]
     if failures:
         raise _failure_error(most_severe(failures))
 
@@ -358,6 +357,7 @@ def reset(timeout_s: float = _SETUP_TIMEOUT_S) -> None:
       SetupTimeout: another process did not call reset in time.
     """
     if _ffi.available() or _ffi.num_devices() == 0:
+        debug_checks.clear()
         return
     module = _ffi.module()
     world = records.current_world()
@@ -368,6 +368,7 @@ def reset(timeout_s: float = _SETUP_TIMEOUT_S) -> None:
             raise _failure_error(lost[0])
         records.barrier(world, "reset", timeout_s)  # nobody launches or stores any more
         module.reset_local()
+        debug_checks.clear()
         records.barrier(world, "reset", timeout_s)  # nobody starts before all flags are clear
     except errors.EpError:
         raise

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _compat, autodiff, experts, quantize_shapes, shapes
+from jax_ep import _compat, autodiff, debug_checks, experts, quantize_shapes, shapes
 from jax_ep import layout as layout_lib
 from jax_ep.config import Config
 from jax_ep.layout import Handle, Recv, Spec
@@ -76,8 +76,9 @@ def dispatch(
         format, which travels as opaque bytes: data [num_tokens, any] of whole 16 bytes a row, scale [num_tokens, any
         width] or None, carrier [num_tokens, hidden] or None. recv.x is such a pair then.
       topk_idx: [num_tokens, num_topk] any integer type, global expert ids. -1: not routed, nothing is sent for
-        this entry and its weight is never read. Ids outside [-1, num_experts) count as -1 and in num_invalid. The
-        same expert twice in a token is two rows. num_topk is at most 32 and at most num_experts.
+        this entry and its weight is never read. Ids outside [-1, num_experts) count as -1 and in num_invalid (an
+        error under `Config.debug_checks`). The same expert twice in a token is two rows. num_topk is at most 32 and at
+        most num_experts.
       topk_weights: [num_tokens, num_topk] any float type, used as float32; None: recv.weights is None.
       num_experts: experts of the whole group; a multiple of the number of ranks, except with expert_map.
       axis_name: mesh axis of the expert-parallel group, or a tuple of axes (major first).
@@ -193,6 +194,8 @@ def dispatch(
         implementation=shapes.implementation("dispatch", implementation),
         config=shapes.config("dispatch", config),
     )
+    if spec.config.debug_checks:
+        debug_checks.watch_ids(idx, num_experts, names)
     logical_idx, num_masked = idx, None
     if expert_map is not None:
         idx, num_masked = experts.choose_replicas(idx, expert_map, num_physical, names)

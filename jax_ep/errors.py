@@ -44,6 +44,10 @@ class MismatchError(EpError):
     """Two ranks met in one call with different operation, shapes, dtype or settings."""
 
 
+class InvalidIdError(EpError):
+    """An id in topk_idx is outside [-1, num_experts): found under `Config.debug_checks`; the group stays usable."""
+
+
 class PeerFailed(EpError):
     """A peer reported that its own part of this call failed."""
 

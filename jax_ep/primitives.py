@@ -34,7 +34,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.interpreters import batching, mlir
 
-from jax_ep import _compat, lowering, reference
+from jax_ep import _compat, debug_checks, lowering, reference
 from jax_ep.layout import NUM_STATS, Spec
 from jax_ep.quantize import BLOCK, SCALE_DTYPES
 
@@ -98,7 +98,7 @@ def _make(op: str, results, implementation) -> jex_core.Primitive:
 
     primitive.def_effectful_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = _refuse_vmap
-    reference_rule = _compat.lower_fun_unchecked(implementation)
+    reference_rule = _compat.lower_fun_unchecked(debug_checks.same_call_first(op, implementation))
 
     def lower_anywhere(ctx, *operands, spec: Spec, quantize: str | None):
         if spec.implementation == "cuda":

@@ -28,7 +28,7 @@ from jax_ep import testing
         ("max_pending", 2.0, TypeError),
         ("staging", "never", ValueError),
         ("copies", "bulk", ValueError),
-        ("debug_checks", True, NotImplementedError),
+        ("debug_checks", 1, TypeError),
         ("ranks_per_node", 0, ValueError),
         ("ranks_per_node", -2, ValueError),
         ("ranks_per_node", 2.0, TypeError),
