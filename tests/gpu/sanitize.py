@@ -28,7 +28,7 @@ def stages(sanitizer: str) -> list[run.Stage]:
         prefix = (sanitizer, "--tool", tool, "--error-exitcode", "9", "--target-processes", "application-only")
         for ranks, cases in CASES.items():
             tests = ("test_loopback.py", "--maxfail", "2", "-k", f"equals_reference and ({cases})")
-            plan.append(run.Stage(f"{tool} R={ranks}", None, limit_s, tests, run.VIRTUAL, prefix))
+            plan.append(run.Stage(f"{tool} R={ranks}", None, limit_s, tests, run.NO_XLA, prefix))
     return plan
 
 
