@@ -1,6 +1,7 @@
 """Scripts of tests/gpu: what a stage of run.py and sanitize.py came to, read from its log; what time_kernels.py asks of
 the kernels and prints. Nothing is run on a GPU here."""
 
+import ast
 import pathlib
 import sys
 
@@ -62,11 +63,32 @@ def test_plain_stages_are_never_excused(scripts):
 def test_stages_name_files_that_exist(scripts):
     run, sanitize = scripts
     plan = [*run.stages("cache"), *sanitize.stages("compute-sanitizer")]
-    named = {t for stage in plan for t in stage.tests if t.endswith(".py")}
+    named = {t.partition("::")[0] for stage in plan for t in stage.tests if run.is_test(t)}
     assert named and all((GPU / t).is_file() for t in named)
     alone = {"test_exchange_devices.py"}  # only where there are several GPUs
     assert {p.name for p in GPU.glob("test_*.py")} == named | alone
     assert len({stage.name for stage in plan}) == len(plan)
+
+
+def test_sanitised_cases_exist_and_cover_the_kernels(scripts):
+    """A name that no case has would end the stage; a layout or path that no case has would never be sanitised."""
+    _, sanitize = scripts
+    tree = ast.parse((GPU / "test_loopback.py").read_text())
+    (cases,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "CASES")
+    source = {key.value: ast.unparse(value) for key, value in zip(cases.keys, cases.values, strict=True)}
+    for by_ranks in (sanitize.CASES, sanitize.RACECHECK):
+        for ranks, names in by_ranks.items():
+            for name in names:
+                assert (f"ranks={ranks}" in source[name]) if ranks != 4 else ("ranks" not in source[name]), name
+    for ranks, names in sanitize.CASES.items():
+        text = " ".join(source[name] for name in names)
+        words = ["layout='token'", "layout='batched'", "crosses_once=True", "quantize='fp8", "wire='fp8_wire'"]
+        words += ["window=", "capacity=", "routing='idle'", "tokens=0"] if ranks == 4 else ["dtype='f32'"]
+        assert not [word for word in words if word not in text], (ranks, words)
+    tests = {t for stage in sanitize.stages("compute-sanitizer") for t in stage.tests if "::" in t}
+    assert {t.rpartition("[")[2].rstrip("]").split("-", 1)[1] for t in tests} == {
+        f"{copies}-{path}" for copies in ("bulk", "vector") for path in ("direct", "staged")
+    }
 
 
 class FakeKernels:

@@ -89,7 +89,7 @@ class Outcome:
 def run(stage: Stage, limit_s: float, log: pathlib.Path) -> Outcome:
     """Runs one stage and writes its output to `log`."""
     start = time.monotonic()
-    tests = [str(HERE / t) if t.endswith(".py") else t for t in stage.tests]
+    tests = [str(HERE / t) if is_test(t) else t for t in stage.tests]
     with log.open("w") as out:
 
         def write(line: str) -> None:
@@ -102,6 +102,11 @@ def run(stage: Stage, limit_s: float, log: pathlib.Path) -> Outcome:
             how = launch.Launch(stage.ranks, limit_s, platform="cuda", grace_s=20, env=tuple(stage.env.items()))
             status = launch.run([*PYTEST, "--device", "gpu", *tests], how, write)
     return _outcome(status, time.monotonic() - start, log.read_text(), stage)
+
+
+def is_test(argument: str) -> bool:
+    """Whether an argument of pytest names a file, or tests of one."""
+    return argument.partition("::")[0].endswith(".py")
 
 
 def _alone(stage: Stage, command: list[str], limit_s: float, out) -> int:
