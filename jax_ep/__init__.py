@@ -17,6 +17,11 @@ from jax_ep.quantize import Quantized as Quantized
 from jax_ep.quantize import quantize as quantize
 from jax_ep.routing import RoutingLayout as RoutingLayout
 from jax_ep.routing import routing_layout as routing_layout
+from jax_ep.split import Pending as Pending
+from jax_ep.split import combine_done as combine_done
+from jax_ep.split import combine_start as combine_start
+from jax_ep.split import dispatch_done as dispatch_done
+from jax_ep.split import dispatch_start as dispatch_start
 from jax_ep.topology import make_mesh as make_mesh
 from jax_ep.windowed import windowed as windowed
 

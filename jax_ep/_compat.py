@@ -8,6 +8,7 @@ import jax
 from jax import lax
 from jax._src import config as _jax_config
 from jax._src import core as _core
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -77,6 +78,37 @@ def lower_fun_unchecked(fun):
             return rule(ctx.replace(avals_in=[strip(a) for a in ctx.avals_in]), *args, **params)
 
     return lowered
+
+
+def keep_halves_together(start_p, done_p, whole_p) -> None:
+    """Makes JAX neither drop nor repeat one of two primitives, start and done, without the other.
+
+    A done is kept even where its results are unused, and with it its start: a barrier may need the start's result.
+    What `jax.checkpoint` recomputes is the whole exchange in one primitive, and the start's result is saved (one of the
+    barriers around it may be recomputed alone).
+    """
+
+    def keep(used_outs, *args):
+        eqn = args[-1]  # jax 0.12 says before it which operands are alive
+        return [True] * len(eqn.invars), eqn
+
+    def residuals(invars, inst_in):
+        return [x for x, is_there in zip(invars, inst_in, strict=True) if isinstance(x, _core.Var) and not is_there]
+
+    def recompute(saveable, unks_in, inst_in, eqn):
+        outs = [False] * len(eqn.outvars)
+        if any(unks_in):
+            unknown = [True] * len(eqn.outvars)
+            return None, eqn, unknown, unknown, residuals(eqn.invars, inst_in)
+        policy = _partial_eval.ensure_enum(saveable(eqn.primitive, *[x.aval for x in eqn.invars], **eqn.params))
+        if eqn.primitive is start_p or not isinstance(policy, _partial_eval.RecomputeType):
+            return eqn, None, outs, outs, []
+        whole = eqn.replace(primitive=whole_p, invars=eqn.invars[1:])
+        return eqn, whole, outs, [True] * len(outs), residuals(whole.invars, inst_in[1:])
+
+    _partial_eval.dce_rules[done_p] = keep
+    for primitive in (start_p, done_p):
+        _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = recompute
 
 
 def vary_with_handle(arrays: tuple, handle):

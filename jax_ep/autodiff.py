@@ -1,7 +1,8 @@
 """The primitives with their derivatives: dispatch and combine are each other's transpose for a fixed routing.
 
 Backward passes reuse the handle, so the routing is never exchanged twice. They call these same functions, so
-second derivatives work. Integer operands have no cotangent.
+second derivatives work. Integer operands have no cotangent. The primitives themselves have no derivative and stand
+outside of the functions that have it: what JAX drops from a program, or recomputes, it decides about each of them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,23 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import _compat
 from jax_ep import layout as layout_lib
 from jax_ep.layout import Handle, Spec
-from jax_ep.primitives import combine_p, dispatch_p, redispatch_p
+from jax_ep.primitives import (
+    combine_done_p,
+    combine_p,
+    combine_start_p,
+    dispatch_done_p,
+    dispatch_p,
+    dispatch_start_p,
+    redispatch_done_p,
+    redispatch_p,
+    redispatch_start_p,
+)
 from jax_ep.quantize import Quantized, zero_carrier
 
 HANDLE_NAME = "jax_ep_handle"  # routing: small, saves the second exchange of counts under jax.checkpoint
@@ -41,8 +53,8 @@ def _named_bytes(a):
     # jax.checkpoint puts `reduce_precision` on the floats that it saves, which makes 256 and more in float8_e4m3fn NaN.
     if not jnp.issubdtype(a.dtype, jnp.floating) or a.dtype.itemsize > 1:
         return checkpoint_name(a, RECV_NAME)
-    saved = checkpoint_name(jax.lax.bitcast_convert_type(a, jnp.uint8), RECV_NAME)
-    return jax.lax.bitcast_convert_type(saved, a.dtype)
+    saved = checkpoint_name(lax.bitcast_convert_type(a, jnp.uint8), RECV_NAME)
+    return lax.bitcast_convert_type(saved, a.dtype)
 
 
 def _operands(x) -> tuple[jax.Array, jax.Array]:
@@ -76,72 +88,104 @@ def _return_rows(quantize: str | None, g_x, g_weights, handle: Handle):
     return None, g_weights
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _exchange(primitives: tuple, ticket, operands, spec: Spec, quantize: str | None):
+    """What an exchange gives, or its second half where there is a ticket."""
+    whole_p, done_p = primitives
+    if ticket is None:
+        return whole_p.bind(*operands, spec=spec, quantize=quantize)
+    return done_p.bind(ticket, *operands, spec=spec, quantize=quantize)
+
+
+def _start(start_p, operands, spec: Spec, quantize: str | None) -> jax.Array:
+    """The ticket of an exchange, for the function below that has the same operands."""
+    (ticket,) = start_p.bind(*operands, spec=spec, quantize=quantize)
+    return ticket
+
+
+def dispatch_start(spec: Spec, quantize: str | None, x, topk_idx, weights, window) -> jax.Array:
+    """The ticket for `dispatch`."""
+    return _start(dispatch_start_p, (*_operands(x), topk_idx, weights, window), spec, quantize)
+
+
 def dispatch(
-    spec: Spec, quantize: str | None, x, topk_idx, weights, window
+    spec: Spec, quantize: str | None, ticket, x, topk_idx, weights, window
 ) -> tuple[jax.Array | Quantized, jax.Array, Handle]:
-    """Received rows and weights, and the handle; x is an array or a `Quantized`."""
-    rows, side, recv_weights, *routing = dispatch_p.bind(
-        *_operands(x), topk_idx, weights, window, spec=spec, quantize=quantize
+    """Received rows and weights, and the handle; x is an array or a `Quantized`.
+
+    ticket: of the start that sent the rows; None: there was none.
+    """
+    operands = *_operands(x), topk_idx, weights, window
+    *recv, meta, token, sizes, counts, stats, topk_idx, slot, dst_row, offsets = _exchange(
+        (dispatch_p, dispatch_done_p), ticket, operands, spec, quantize
     )
-    slot_meta, slot_token, group_sizes, counts, stats, topk_idx, slot, dst_row, recv_offsets = routing
-    handle = Handle(topk_idx, slot, dst_row, slot_meta, slot_token, recv_offsets, group_sizes, counts, stats, spec=spec)
-    return _received(x, quantize, rows, side), recv_weights, handle
-
-
-def _dispatch_fwd(spec, quantize, x, topk_idx, weights, window):
-    *recv, handle = dispatch(spec, quantize, x, topk_idx, weights, window)
+    handle = Handle(topk_idx, slot, dst_row, meta, token, offsets, sizes, counts, stats, spec=spec)
     handle = _named(handle, HANDLE_NAME)
-    return (*_named_recv(*recv), handle), handle
+    return *_deliver(quantize, x, weights, recv, handle), handle
 
 
-def _dispatch_bwd(spec, quantize, handle, cotangents):
-    g_x, g_weights, _ = cotangents
-    g_x, g_weights = _return_rows(quantize, g_x, g_weights, handle)
-    return g_x, None, g_weights, None
-
-
-dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def redispatch(
-    zero_tail: bool, quantize: str | None, x, weights, handle: Handle
-) -> tuple[jax.Array | Quantized, jax.Array]:
-    """Received rows and weights along the routing of the handle; x is an array or a `Quantized`."""
+def redispatch_start(zero_tail: bool, quantize: str | None, x, weights, handle: Handle) -> jax.Array:
+    """The ticket for `redispatch`."""
     spec = dataclasses.replace(handle.spec, zero_tail=zero_tail)
-    rows, side, recv_weights = redispatch_p.bind(*_operands(x), weights, *handle.arrays, spec=spec, quantize=quantize)
-    return _received(x, quantize, rows, side), recv_weights
+    return _start(redispatch_start_p, (*_operands(x), weights, *handle.arrays), spec, quantize)
 
 
-def _redispatch_fwd(zero_tail, quantize, x, weights, handle):
-    return _named_recv(*redispatch(zero_tail, quantize, x, weights, handle)), handle
-
-
-def _redispatch_bwd(zero_tail, quantize, handle, cotangents):
-    return (*_return_rows(quantize, *cotangents, handle), None)
-
-
-redispatch.defvjp(_redispatch_fwd, _redispatch_bwd)
+def redispatch(
+    zero_tail: bool, quantize: str | None, ticket, x, weights, handle: Handle
+) -> tuple[jax.Array | Quantized, jax.Array]:
+    """Received rows and weights along the routing of the handle; x is an array or a `Quantized`, ticket as above."""
+    spec = dataclasses.replace(handle.spec, zero_tail=zero_tail)
+    operands = *_operands(x), weights, *handle.arrays
+    recv = _exchange((redispatch_p, redispatch_done_p), ticket, operands, spec, quantize)
+    return _deliver(quantize, x, weights, recv, handle)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def combine(quantize: str | None, y, weights, scalars, bias, handle: Handle) -> tuple[jax.Array, jax.Array]:
-    """Sums and scalars of the entries; weights, scalars and bias may be empty."""
-    return tuple(combine_p.bind(y, weights, scalars, bias, *handle.arrays, spec=handle.spec, quantize=quantize))
+def _deliver(quantize: str | None, x, weights, recv, handle: Handle) -> tuple[jax.Array | Quantized, jax.Array]:
+    """`recv`, rows, side and weights that were sent as x and weights, with their derivative."""
+    rows, side, recv_weights = recv
+    return _received(x, quantize, rows, side), recv_weights
 
 
-def _combine_fwd(quantize, y, weights, scalars, bias, handle):
+def _deliver_fwd(quantize, x, weights, recv, handle):
+    return _named_recv(*_deliver(quantize, x, weights, recv, handle)), handle
+
+
+def _deliver_bwd(quantize, handle, cotangents):
+    return *_return_rows(quantize, *cotangents, handle), None, None
+
+
+_deliver.defvjp(_deliver_fwd, _deliver_bwd)
+
+
+def combine_start(quantize: str | None, y, weights, scalars, bias, handle: Handle) -> jax.Array:
+    """The ticket for `combine`."""
+    return _start(combine_start_p, (y, weights, scalars, bias, *handle.arrays), handle.spec, quantize)
+
+
+def combine(quantize: str | None, ticket, y, weights, scalars, bias, handle: Handle) -> tuple[jax.Array, jax.Array]:
+    """Sums and scalars of the entries; weights, scalars and bias may be empty, ticket as above."""
+    operands = y, weights, scalars, bias, *handle.arrays
+    out = _exchange((combine_p, combine_done_p), ticket, operands, handle.spec, quantize)
+    return _sum(y, weights, scalars, bias, tuple(out), handle)
+
+
+@jax.custom_vjp
+def _sum(y, weights, scalars, bias, out, handle: Handle) -> tuple[jax.Array, jax.Array]:
+    """`out`, sums and scalars of the operands before it, with their derivative."""
+    return out
+
+
+def _sum_fwd(y, weights, scalars, bias, out, handle):
     # Without weights y is not needed backward: do not keep it.
     kept_y = y if weights.shape[0] > 0 else None
-    out = _named(combine(quantize, y, weights, scalars, bias, handle), OUT_NAME)
+    out = _named(_sum(y, weights, scalars, bias, out, handle), OUT_NAME)
     return out, (kept_y, weights, bias.shape[0] > 0, handle)
 
 
-def _combine_bwd(quantize, residuals, cotangents):
+def _sum_bwd(residuals, cotangents):
     y, weights, has_bias, handle = residuals
     g_out, g_out_scalars = cotangents
-    g_rows, g_scalars = redispatch(True, None, g_out, g_out_scalars, handle)
+    g_rows, g_scalars = redispatch(True, None, None, g_out, g_out_scalars, handle)
     if y is None:
         g_y, g_weights = g_rows, None
     else:
@@ -150,14 +194,14 @@ def _combine_bwd(quantize, residuals, cotangents):
         g = g_rows.astype(jnp.float32)
         g_y = (jnp.where(is_kept, weights, 0)[:, None] * g).astype(y.dtype)
         g_weights = jnp.sum(jnp.where(is_kept[:, None], y.astype(jnp.float32), 0) * g, axis=1)
-    return g_y, g_weights, g_scalars, g_out if has_bias else None, None
+    return g_y, g_weights, g_scalars, g_out if has_bias else None, None, None
 
 
-combine.defvjp(_combine_fwd, _combine_bwd)
+_sum.defvjp(_sum_fwd, _sum_bwd)
 
 
 def _combine_plain(y, scalars, handle: Handle):
     """Transpose of a dispatch: unweighted sums, and the scalars back to their entries."""
     no_weights, no_bias = jnp.zeros(0, jnp.float32), jnp.zeros((0, y.shape[1]), y.dtype)
     y, no_weights, scalars, no_bias, handle = _compat.vary_with_handle((y, no_weights, scalars, no_bias), handle)
-    return combine(None, y, no_weights, scalars, no_bias, handle)
+    return combine(None, None, y, no_weights, scalars, no_bias, handle)

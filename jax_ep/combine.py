@@ -85,16 +85,44 @@ def combine(
       The contract follows DeepEP's combine (https://github.com/deepseek-ai/DeepEP), with weights applied here on
       request and a rounding order that does not depend on arrival.
     """
-    handle = dataclasses.replace(shapes.handle("combine", handle), load=None)  # no residual of the backward pass
+    return combine_call("combine", y, handle, weights, bias, quantize).done()
+
+
+def combine_call(op: str, y, handle: Handle, weights, bias, quantize: str | None) -> CombineCall:
+    """The arguments of `combine`, checked, before anything moves; errors begin with `op`."""
+    handle = dataclasses.replace(shapes.handle(op, handle), load=None)  # no residual of the backward pass
     spec = handle.spec
     num_tokens, num_topk = handle.topk_idx.shape
-    y = shapes.expert_rows("combine", y, spec)
+    y = shapes.expert_rows(op, y, spec)
     if quantize is not None:
-        quantize_shapes.kind("combine", quantize, ("fp8_wire",))
-        quantize_shapes.quantizable("combine", "y", y)
-    weights = shapes.combine_weights("combine", weights, spec)
-    bias = shapes.bias("combine", bias, num_tokens, y)
+        quantize_shapes.kind(op, quantize, ("fp8_wire",))
+        quantize_shapes.quantizable(op, "y", y)
+    weights = shapes.combine_weights(op, weights, spec)
+    bias = shapes.bias(op, bias, num_tokens, y)
     scalars = jnp.zeros((0, num_topk) if spec.layout == "token" else 0, jnp.float32)
-    y, weights, scalars, bias, handle = _compat.vary_with_handle((y, weights, scalars, bias), handle)
-    out, _ = autodiff.combine(quantize, y, weights, scalars, bias, handle)
-    return out
+    return CombineCall(*_compat.vary_with_handle((y, weights, scalars, bias), handle), quantize)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CombineCall:
+    """A combine: what its primitive takes."""
+
+    y: jax.Array  # flat
+    weights: jax.Array  # empty where there are none, as are the next two
+    scalars: jax.Array
+    bias: jax.Array
+    handle: Handle
+    quantize: str | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def _operands(self) -> tuple:
+        return self.y, self.weights, self.scalars, self.bias, self.handle
+
+    def start(self) -> jax.Array:
+        """Sends the sums; the ticket for `done`."""
+        return autodiff.combine_start(self.quantize, *self._operands)
+
+    def done(self, ticket: jax.Array | None = None) -> jax.Array:
+        """The sums of all ranks, of which this one sends its own where there is no ticket."""
+        return autodiff.combine(self.quantize, ticket, *self._operands)[0]

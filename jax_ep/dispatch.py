@@ -13,6 +13,8 @@ from jax_ep.config import Config
 from jax_ep.layout import Handle, Recv, Spec
 from jax_ep.quantize import Quantized
 
+_STATIC = {"static": True}
+
 
 def dispatch(
     x: jax.Array,
@@ -150,9 +152,36 @@ def dispatch(
       are those that `jax.lax.ragged_dot` takes. Unlike there, rows are grouped by expert on request, any number
       of ranks works, and the routing travels in a handle of plain arrays.
     """
+    return dispatch_call(
+        "dispatch",
+        x,
+        topk_idx,
+        topk_weights,
+        num_experts=num_experts,
+        axis_name=axis_name,
+        handle=handle,
+        layout=layout,
+        mode=mode,
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+        quantize=quantize,
+        zero_tail=zero_tail,
+        expert_map=expert_map,
+        num_physical_experts=num_physical_experts,
+        window=window,
+        config=config,
+        implementation=implementation,
+    ).done()
+
+
+def dispatch_call(
+    op, x, topk_idx, topk_weights, *, num_experts, axis_name, handle, layout, mode, capacity, expert_alignment,
+    quantize, zero_tail, expert_map, num_physical_experts, window, config, implementation,
+) -> DispatchCall | RedispatchCall:  # fmt: skip
+    """The arguments of `dispatch`, checked, before anything moves; errors begin with `op`."""
     if handle is not None:
         shapes.only_with_routing(
-            "dispatch",
+            op,
             topk_idx=(topk_idx, None),
             topk_weights=(topk_weights, None),
             num_experts=(num_experts, None),
@@ -167,18 +196,18 @@ def dispatch(
             config=(config, None),
             implementation=(implementation, None),
         )
-        return _dispatch_again(x, handle, zero_tail, quantize)
+        return _again(op, x, handle, bool(zero_tail), quantize)
 
-    layout = shapes.layout("dispatch", layout)
-    mode = shapes.mode("dispatch", mode)
-    names = shapes.axis_names("dispatch", axis_name)
-    num_ranks = shapes.num_ranks("dispatch", names)
+    layout = shapes.layout(op, layout)
+    mode = shapes.mode(op, mode)
+    names = shapes.axis_names(op, axis_name)
+    num_ranks = shapes.num_ranks(op, names)
     expert_map, num_experts, num_physical = shapes.physical_experts(
-        "dispatch", expert_map, num_physical_experts, num_experts, num_ranks, names
+        op, expert_map, num_physical_experts, num_experts, num_ranks, names
     )
-    x, x_shape = _rows(x, quantize)
-    idx = shapes.topk_idx("dispatch", topk_idx, num_experts, x_shape[0])
-    weights = shapes.topk_weights("dispatch", topk_weights, idx.shape)
+    x, x_shape = _rows(op, x, quantize)
+    idx = shapes.topk_idx(op, topk_idx, num_experts, x_shape[0])
+    weights = shapes.topk_weights(op, topk_weights, idx.shape)
     num_tokens, num_topk = idx.shape
     spec = Spec(
         axis_name=names,
@@ -186,50 +215,104 @@ def dispatch(
         num_experts=num_physical,
         layout=layout,
         capacity=shapes.capacity(
-            "dispatch", capacity, expert_alignment, layout, num_ranks, num_tokens, num_topk, num_physical // num_ranks
+            op, capacity, expert_alignment, layout, num_ranks, num_tokens, num_topk, num_physical // num_ranks
         ),
         expert_alignment=int(expert_alignment),
         zero_tail=bool(zero_tail),
         mode=mode,
-        implementation=shapes.implementation("dispatch", implementation),
-        config=shapes.config("dispatch", config),
+        implementation=shapes.implementation(op, implementation),
+        config=shapes.config(op, config),
     )
     if spec.config.debug_checks:
         debug_checks.watch_ids(idx, num_experts, names)
-    logical_idx, num_masked = idx, None
+    logical_idx, num_masked = None, None
     if expert_map is not None:
+        logical_idx = idx
         idx, num_masked = experts.choose_replicas(idx, expert_map, num_physical, names)
-    arrays = _compat.vary_together((x, idx, weights, shapes.window("dispatch", window)), names)
-    recv_x, recv_weights, handle = autodiff.dispatch(spec, _quantized_as(quantize), *arrays)
-    handle = experts.with_load(handle, logical_idx, num_experts, num_masked)
-    if topk_weights is None:
-        recv_weights = None
-    elif num_tokens == 0:  # no rank has a token, and the primitive cannot tell empty weights from absent ones
-        shape = (spec.num_rows, num_topk) if layout == "token" else (spec.num_rows,)
-        recv_weights = jnp.zeros_like(recv_weights, shape=shape)
-    return _recv(recv_x, recv_weights, handle, quantize)
+    x, idx, weights, window = _compat.vary_together((x, idx, weights, shapes.window(op, window)), names)
+    has_weights = topk_weights is not None
+    return DispatchCall(x, idx, weights, window, logical_idx, num_masked, spec, num_experts, quantize, has_weights)
 
 
-def _dispatch_again(x, handle: Handle, zero_tail: bool, quantize: str | None) -> Recv:
-    handle = shapes.handle("dispatch", handle)
+def _again(op: str, x, handle: Handle, zero_tail: bool, quantize: str | None) -> RedispatchCall:
+    handle = shapes.handle(op, handle)
     num_tokens, num_topk = handle.topk_idx.shape
-    x, x_shape = _rows(x, quantize)
-    shapes.num_rows_of_handle("dispatch", "x", x_shape, num_tokens, "num_tokens")
+    x, x_shape = _rows(op, x, quantize)
+    shapes.num_rows_of_handle(op, "x", x_shape, num_tokens, "num_tokens")
     weights = jnp.zeros((0, num_topk), jnp.float32)
     x, weights, routing = _compat.vary_with_handle((x, weights), dataclasses.replace(handle, load=None))
-    recv_x, _ = autodiff.redispatch(bool(zero_tail), _quantized_as(quantize), x, weights, routing)
-    return _recv(recv_x, None, handle, quantize)
+    return RedispatchCall(x, weights, dataclasses.replace(routing, load=handle.load), zero_tail, quantize)
 
 
-def _rows(x, quantize: str | None) -> tuple[jax.Array | Quantized, tuple[int, int]]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DispatchCall:
+    """A dispatch that routes: what its primitive takes, and what to make of the results."""
+
+    x: jax.Array | Quantized
+    topk_idx: jax.Array  # physical ids
+    weights: jax.Array  # [0, num_topk] where there are none
+    window: jax.Array
+    logical_idx: jax.Array | None  # with an expert_map; else topk_idx has them
+    num_masked: jax.Array | None
+    spec: Spec = dataclasses.field(metadata=_STATIC)
+    num_experts: int = dataclasses.field(metadata=_STATIC)  # logical
+    quantize: str | None = dataclasses.field(metadata=_STATIC)
+    has_weights: bool = dataclasses.field(metadata=_STATIC)
+
+    def start(self) -> jax.Array:
+        """Sends the rows; the ticket for `done`."""
+        operands = self.x, self.topk_idx, self.weights, self.window
+        return autodiff.dispatch_start(self.spec, _quantized_as(self.quantize), *operands)
+
+    def done(self, ticket: jax.Array | None = None) -> Recv:
+        """Receives the rows, which it sends itself where there is no ticket."""
+        operands = self.x, self.topk_idx, self.weights, self.window
+        x, weights, handle = autodiff.dispatch(self.spec, _quantized_as(self.quantize), ticket, *operands)
+        logical_idx = self.topk_idx if self.logical_idx is None else self.logical_idx
+        handle = experts.with_load(handle, logical_idx, self.num_experts, self.num_masked)
+        num_tokens, num_topk = self.topk_idx.shape
+        if not self.has_weights:
+            weights = None
+        elif num_tokens == 0:  # no rank has a token, and the primitive cannot tell empty weights from absent ones
+            rows = self.spec.num_rows
+            weights = jnp.zeros_like(weights, shape=(rows, num_topk) if self.spec.layout == "token" else (rows,))
+        return _recv(x, weights, handle, self.quantize)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RedispatchCall:
+    """A dispatch along a handle, likewise."""
+
+    x: jax.Array | Quantized
+    weights: jax.Array  # [0, num_topk]: a second tensor has none
+    handle: Handle
+    zero_tail: bool = dataclasses.field(metadata=_STATIC)
+    quantize: str | None = dataclasses.field(metadata=_STATIC)
+
+    def start(self) -> jax.Array:
+        """Sends the rows; the ticket for `done`."""
+        routing = dataclasses.replace(self.handle, load=None)
+        return autodiff.redispatch_start(self.zero_tail, _quantized_as(self.quantize), self.x, self.weights, routing)
+
+    def done(self, ticket: jax.Array | None = None) -> Recv:
+        """Receives the rows, which it sends itself where there is no ticket."""
+        routing = dataclasses.replace(self.handle, load=None)
+        operands = ticket, self.x, self.weights, routing
+        recv_x, _ = autodiff.redispatch(self.zero_tail, _quantized_as(self.quantize), *operands)
+        return _recv(recv_x, None, self.handle, self.quantize)
+
+
+def _rows(op: str, x, quantize: str | None) -> tuple[jax.Array | Quantized, tuple[int, int]]:
     """The rows, checked, and their shape."""
     if isinstance(x, Quantized):
-        x = Quantized(*shapes.opaque_rows("dispatch", "x", x.data, x.scale, x.carrier, quantize))
+        x = Quantized(*shapes.opaque_rows(op, "x", x.data, x.scale, x.carrier, quantize))
         return x, x.data.shape
-    x = shapes.payload("dispatch", "x", x, "[num_tokens, hidden]")
+    x = shapes.payload(op, "x", x, "[num_tokens, hidden]")
     if quantize is not None:
-        quantize_shapes.kind("dispatch", quantize, (*quantize_shapes.KINDS, "fp8_wire"))
-        quantize_shapes.quantizable("dispatch", "x", x)
+        quantize_shapes.kind(op, quantize, (*quantize_shapes.KINDS, "fp8_wire"))
+        quantize_shapes.quantizable(op, "x", x)
     return x, x.shape
 
 

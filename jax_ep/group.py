@@ -124,6 +124,12 @@ def lowering_groups(axis_context: Any, axis_name: Any) -> Groups:
     return mesh_groups(lowering_mesh(axis_context, axis_name), axis_name)
 
 
+def automatic_axes(axis_context: Any) -> tuple[str, ...]:
+    """Mesh axes of more than one device over which the enclosing ``shard_map`` leaves the work to XLA."""
+    mesh, manual = axis_context.mesh, axis_context.manual_axes
+    return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
+
+
 def flat_groups(groups: Groups) -> np.ndarray:
     """``groups`` as the flat int64 attribute ``[num_groups * num_ranks * 2]`` of the FFI targets."""
     return np.asarray(groups, dtype=np.int64).reshape(-1)

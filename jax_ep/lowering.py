@@ -33,7 +33,7 @@ class Call:
     @property
     def name(self) -> str:
         """Of the primitive."""
-        return f"jax_ep_{self.op}_{self.part}".rstrip("_")
+        return "_".join(filter(None, ("jax_ep", self.op, self.part)))
 
     @property
     def num_topk(self) -> int:
@@ -101,6 +101,13 @@ def choose(call: Call, ctx):
             return None
     if too_many:
         raise ValueError(f'implementation="cuda" was asked for, but {too_many}; use fewer experts, or "xla"')
+    automatic = group_lib.automatic_axes(ctx.module_context.axis_context)
+    if call.part and automatic:  # XLA would say "Side-effect ops cannot be replicated"
+        raise NotImplementedError(
+            f"{call.name}: this shard_map leaves mesh axes {', '.join(map(repr, automatic))} automatic, over which XLA "
+            "splits no call with side effects, as the halves of an exchange are; name all axes in its axis_names, or "
+            f"use {'combine' if call.op == 'combine' else 'dispatch'}"
+        )
     bootstrap.prepare(groups, spec.config)
     return functools.partial(_lower, call, groups)
 
@@ -156,7 +163,8 @@ def _lower(call: Call, groups, ctx, *operands):
         rows = call.spec.num_slots(call.num_tokens) if has_sums else 0
         results.append(_compat.result_aval(results[0], (rows, call.crossing_bytes), np.uint8))
     target = f"{call.name}_latency" if num_slots and not call.part else call.name
-    rule = jax.ffi.ffi_lowering(target, has_side_effect=False)
+    # Without a side effect for XLA a start could run once for several dones, or outside the loop of its done.
+    rule = jax.ffi.ffi_lowering(target, has_side_effect=bool(call.part))
     return rule(ctx.replace(avals_out=results), *operands, **attributes)[:num_public]
 
 

@@ -1,7 +1,8 @@
-"""The three primitives, their result types, and the implementation that each platform gets.
+"""The primitives, their result types, and the implementation that each platform gets.
 
 No JAX effect but the use of the mesh axes, and no side effect: equal calls may merge and unused ones vanish,
-equally on all ranks; order comes from data flow.
+equally on all ranks; order comes from data flow. The halves of an exchange do have a side effect for XLA, so that each
+runs as often as written.
 
 Index arrays are i32. T tokens, K = num_topk, H = hidden, W = width of the side array, R ranks, L local experts,
 C = capacity, N = rows (L*C in layout "batched", where row i of expert l is l*C + i; else C), S = C (layout "token") or
@@ -26,19 +27,38 @@ of those that are wanted, negative: the first C.
 
 out_scalars[t,k] is the scalar of entry (t,k)'s row, 0 for entries that are not routed or were dropped: the way
 of the cotangent of recv.weights back to its source.
+
+Each operation also comes in two halves, which are given the same operands::
+
+    *_start_p(*operands) -> ticket [2]: the number of the exchange, low word first; 0 in pure JAX
+    *_done_p(ticket, *operands) -> the operation's results
 """
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jax_ep import _compat, debug_checks, lowering, reference
 from jax_ep.layout import NUM_STATS, Spec
 from jax_ep.quantize import BLOCK, SCALE_DTYPES
 
-__all__ = ["Spec", "combine_p", "dispatch_p", "redispatch_p"]
+__all__ = [
+    "Spec",
+    "combine_done_p",
+    "combine_p",
+    "combine_start_p",
+    "dispatch_done_p",
+    "dispatch_p",
+    "dispatch_start_p",
+    "redispatch_done_p",
+    "redispatch_p",
+    "redispatch_start_p",
+]
 
 
 def _dispatch_results(x, side, topk_idx, weights, window, *, spec: Spec, quantize: str | None):
@@ -85,20 +105,40 @@ def _refuse_vmap(args, dims, **params):
     )
 
 
-def _make(op: str, results, implementation) -> jex_core.Primitive:
-    """A primitive that exchanges data over `spec.axis_name`."""
-    name = f"jax_ep_{op}"
+def _no_tangents(primitive, primals, tangents, **params):
+    """The results are constants to JAX: autodiff.py gives them their derivative."""
+    results = primitive.bind(*primals, **params)
+    return results, [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
+
+
+def _make(op: str, part: str, results, implementation) -> jex_core.Primitive:
+    """A primitive that exchanges data over `spec.axis_name`: all of the operation, or its `part` "start" or "done"."""
+    name = "_".join(filter(None, ("jax_ep", op, part)))
     primitive = jex_core.Primitive(name)
     primitive.multiple_results = True
+    num_tickets = 1 if part == "done" else 0
+    implementation = debug_checks.same_call_first(op, implementation)
+
+    def whole_results(operands, spec: Spec, quantize: str | None):
+        shapes = results(*operands, spec=spec, quantize=quantize)
+        return [_compat.result_aval(operands[0], *shape) for shape in shapes]
 
     def abstract_eval(*operands, spec: Spec, quantize: str | None):
-        shapes = results(*operands, spec=spec, quantize=quantize)
-        avals = [_compat.result_aval(operands[0], *r) for r in shapes]
+        if part == "start":
+            avals = [_compat.result_aval(operands[0], (2,), jnp.int32)]
+        else:
+            avals = whole_results(operands[num_tickets:], spec, quantize)
         return avals, {_compat.NamedAxisEffect(axis) for axis in spec.axis_name}
+
+    def run(*operands, spec: Spec, quantize: str | None):
+        if part == "start":
+            return [jnp.zeros(2, jnp.int32)]
+        return implementation(*operands[num_tickets:], spec=spec, quantize=quantize)
 
     primitive.def_effectful_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = _refuse_vmap
-    reference_rule = _compat.lower_fun_unchecked(debug_checks.same_call_first(op, implementation))
+    ad.primitive_jvps[primitive] = functools.partial(_no_tangents, primitive)
+    reference_rule = _compat.lower_fun_unchecked(run)
 
     def lower_anywhere(ctx, *operands, spec: Spec, quantize: str | None):
         if spec.implementation == "cuda":
@@ -109,7 +149,8 @@ def _make(op: str, results, implementation) -> jex_core.Primitive:
         return reference_rule(ctx, *operands, spec=spec, quantize=quantize)
 
     def lower_cuda(ctx, *operands, spec: Spec, quantize: str | None):
-        call = lowering.Call(op, "", tuple(ctx.avals_in), tuple(ctx.avals_out), spec, quantize)
+        whole = tuple(ctx.avals_in[num_tickets:])
+        call = lowering.Call(op, part, whole, tuple(whole_results(whole, spec, quantize)), spec, quantize)
         rule = lowering.choose(call, ctx)
         if rule is None:
             return reference_rule(ctx, *operands, spec=spec, quantize=quantize)
@@ -120,6 +161,12 @@ def _make(op: str, results, implementation) -> jex_core.Primitive:
     return primitive
 
 
-dispatch_p = _make("dispatch", _dispatch_results, reference.dispatch)
-redispatch_p = _make("redispatch", _redispatch_results, reference.redispatch)
-combine_p = _make("combine", _combine_results, reference.combine)
+def _make_all(op: str, results, implementation) -> list[jex_core.Primitive]:
+    whole, start, done = (_make(op, part, results, implementation) for part in ("", "start", "done"))
+    _compat.keep_halves_together(start, done, whole)
+    return [whole, start, done]
+
+
+dispatch_p, dispatch_start_p, dispatch_done_p = _make_all("dispatch", _dispatch_results, reference.dispatch)
+redispatch_p, redispatch_start_p, redispatch_done_p = _make_all("redispatch", _redispatch_results, reference.redispatch)
+combine_p, combine_start_p, combine_done_p = _make_all("combine", _combine_results, reference.combine)

@@ -33,6 +33,7 @@ def pytest_addoption(parser):
     parser.addoption("--device", choices=("cpu", "gpu"), default="cpu", help="run the CPU suite or tests/gpu")
     parser.addoption("--implementation", choices=("cuda", "xla"), default="cuda", help="that tests/gpu runs")
     parser.addoption("--mode", choices=("auto", "throughput", "latency"), default="throughput", help="of dispatch")
+    parser.addoption("--split", action="store_true", help="start and done instead of one call")
     parser.addoption("--copies", choices=("auto", "vector"), default="auto", help="Config.copies of the exchange tests")
 
 

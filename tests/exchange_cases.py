@@ -36,6 +36,7 @@ class Sizes:
     zero_tail: bool = True
     quantize: str | None = None  # of dispatch, and "opaque": x travels as a pair of bytes; combine then has "fp8_wire"
     mode: str = "auto"
+    is_split: bool = False  # start and done instead of one call
     implementation: str | None = "xla"
     config: jax_ep.Config | None = None
     ranks_per_node: int | None = None  # of the config
@@ -133,6 +134,16 @@ def delivered(sizes: Sizes, oracle: testing.Oracle, x: np.ndarray) -> list[np.nd
     return [data, scale]
 
 
+def split_dispatch(*args, **kwargs) -> jax_ep.Recv:
+    """`dispatch` in two halves."""
+    return jax_ep.dispatch_done(jax_ep.dispatch_start(*args, **kwargs))
+
+
+def split_combine(*args, **kwargs) -> jax.Array:
+    """`combine` likewise."""
+    return jax_ep.combine_done(jax_ep.combine_start(*args, **kwargs))
+
+
 def exchange(sizes: Sizes, i: Inputs, window: jax.Array | None = None) -> dict:
     """On one rank: every operation and its gradients."""
     kwargs = dict(
@@ -149,12 +160,13 @@ def exchange(sizes: Sizes, i: Inputs, window: jax.Array | None = None) -> dict:
     )
     if sizes.ranks_per_node is not None:
         kwargs["config"] = dataclasses.replace(sizes.config or jax_ep.Config(), ranks_per_node=sizes.ranks_per_node)
+    dispatch, combine = (split_dispatch, split_combine) if sizes.is_split else (jax_ep.dispatch, jax_ep.combine)
     result = {}
     quantize = None if sizes.quantize == "opaque" else sizes.quantize
 
     def send(x, topk_weights):
         rows = as_pair(x) if sizes.quantize == "opaque" else x
-        recv = jax_ep.dispatch(rows, i.topk_idx, topk_weights, quantize=quantize, **kwargs)
+        recv = dispatch(rows, i.topk_idx, topk_weights, quantize=quantize, **kwargs)
         has_carrier = isinstance(recv.x, jax_ep.Quantized)
         return (recv.x.carrier if has_carrier else recv.x, recv.weights), recv
 
@@ -166,10 +178,10 @@ def exchange(sizes: Sizes, i: Inputs, window: jax.Array | None = None) -> dict:
     result["g_x"], result["g_topk_weights"] = pullback((rows(i.g_recv_x), rows(i.g_recv_weights)))
 
     x2 = as_pair(i.x2) if sizes.quantize == "opaque" else i.x2
-    again = jax_ep.dispatch(x2, handle=recv.handle, quantize=quantize, zero_tail=sizes.zero_tail).x
+    again = dispatch(x2, handle=recv.handle, quantize=quantize, zero_tail=sizes.zero_tail).x
     result["x2"] = jax.tree.map(lambda a: a.reshape(len(i.y), -1), again)
 
-    combine = functools.partial(jax_ep.combine, handle=recv.handle, quantize=sizes.wire)
+    combine = functools.partial(combine, handle=recv.handle, quantize=sizes.wire)
     result["sum"], pullback = jax.vjp(lambda y, b: combine(rows(y), bias=b), i.y, i.bias)
     result["g_y"], result["g_bias"] = pullback(i.g_out)
     if sizes.layout != "token":

@@ -3,6 +3,8 @@
 The set-up behind a lowering is replaced by its answers; it is tested in test_bootstrap.py.
 """
 
+import collections
+import functools
 import logging
 import re
 from types import SimpleNamespace
@@ -282,6 +284,90 @@ def test_too_many_experts_for_latency_mode(make_mesh, usable, monkeypatch, caplo
     assert message.startswith('using mode="throughput": num_experts is 4') and "at most 3 over 2 ranks" in message
     with pytest.raises(ValueError, match=r'mode="latency" was asked for, but num_experts is 4.*use mode="auto"'):
         lowered(make_mesh(2), mode="latency", implementation="cuda")
+
+
+def split_layer(x, idx, w, wrap=lambda f: f, **kwargs):
+    """Forward and backward of a layer in halves, with something else in between; the sum itself is not a result."""
+
+    def loss(x, w):
+        recv = jax_ep.dispatch(x, idx, w, num_experts=4, axis_name="ep", **kwargs)
+        pending = jax_ep.dispatch_start(x * 2, idx, w, num_experts=4, axis_name="ep", **kwargs)
+        pending, shared = jax.lax.optimization_barrier((pending, recv.x))
+        pending, shared = jax.lax.optimization_barrier((pending, jnp.tanh(shared)))
+        recv = jax_ep.dispatch_done(pending)
+        pending = jax_ep.dispatch_start(x, handle=recv.handle)
+        back = jax_ep.combine_start(shared + recv.x, recv.handle, weights=recv.weights)
+        back, more = jax.lax.optimization_barrier((back, jnp.tanh(x)))
+        again = jax_ep.dispatch_done(pending)
+        return jnp.sum(jax_ep.combine_done(back)) + jnp.sum(again.x) + jnp.sum(more**2)
+
+    return jax.grad(wrap(loss), (0, 1))(x, w)
+
+
+def split_calls(mesh, layer=split_layer, **kwargs):
+    program = testing.on_ranks(lambda *a: layer(*a, **kwargs), mesh)
+    return calls(program.trace(X, IDX, W).lower(lowering_platforms=("cuda",)).as_text())
+
+
+def test_halves(make_mesh, usable):
+    """A start takes what the whole call takes and gives a ticket, its done takes the ticket too and gives the rest."""
+    found = split_calls(make_mesh(2), config=jax_ep.Config(max_pending=3))
+    by_target = {target: rest for target, *rest in found}
+    whole = {target: rest for target, *rest in calls(lowered(make_mesh(2)))}
+    for op in ("dispatch", "redispatch", "combine"):
+        start, done = (by_target[f"jax_ep_{op}_{half}"] for half in ("start", "done"))
+        assert start[1] == ["2xi32"] and done[0] == ["2xi32", *start[0]]
+        if op == "dispatch":
+            assert start[0] == whole["jax_ep_dispatch"][0] and done[1] == whole["jax_ep_dispatch"][1]
+        assert len(done[1]) == {"dispatch": 12, "redispatch": 3, "combine": 2}[op]
+        assert all("has_side_effect = true" in attributes for *_, attributes in (start, done))
+        texts = [attributes.split("mhlo.backend_config = {")[1].split("}")[0] for *_, attributes in (start, done)]
+        assert texts[0] == texts[1] and numbers_of(texts[0])["num_slots"] == 6
+    assert {c[4:6] for c in usable if len(c) == 8} == {(1 << 20, 0), (2 << 20, 6)}
+
+
+def test_no_half_is_alone(make_mesh, usable):
+    """Nothing that JAX drops or recomputes leaves a start without its done; neither does a second done exist."""
+    remat = lambda policy: lambda *args: split_layer(*args, wrap=functools.partial(jax.checkpoint, policy=policy))
+    layers = {
+        "plain": split_layer,
+        "checkpoint": remat(None),
+        "names": remat(jax.checkpoint_policies.save_only_these_names("jax_ep_handle")),
+    }
+    for name, layer in layers.items():
+        count = collections.Counter(target for target, *_ in split_calls(make_mesh(2), layer))
+        halves = {target: n for target, n in count.items() if target.endswith(("start", "done"))}
+        assert set(halves.values()) == {1} and len(halves) == 6, (name, count)
+
+
+def test_halves_beside_automatic_axes(make_mesh, usable):
+    """XLA splits no call with side effects: the error names the axes and the remedy; pure JAX has no such limit."""
+    mesh = make_mesh(2, 2, axis_names=("tp", "ep"))
+    spec = jax.sharding.PartitionSpec("ep")
+
+    def lower(axis_names, platform="cuda", mesh=mesh):
+        send = lambda x, i: jax_ep.dispatch_done(jax_ep.dispatch_start(x, i, num_experts=4, axis_name="ep")).x
+        program = jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axis_names)
+        args = X.reshape(-1, 16), IDX.reshape(-1, 2)
+        return calls(jax.jit(program).trace(*args).lower(lowering_platforms=(platform,)).as_text())
+
+    with pytest.raises(NotImplementedError, match=r"jax_ep_dispatch_start: .*'tp' automatic.*names, or use dispatch"):
+        lower({"ep"})
+    assert len(lower({"ep", "tp"})) == 2 and not lower({"ep"}, "cpu")
+    assert len(lower({"ep"}, mesh=make_mesh(1, 2, axis_names=("tp", "ep")))) == 2  # an axis of one device is no matter
+
+
+def test_too_many_experts_for_halves(make_mesh, usable, monkeypatch, caplog):
+    """Both halves fall back together, with one logged line, or raise where "cuda" was asked for."""
+    module = SimpleNamespace(max_experts=lambda ranks: 10**6, max_latency_experts=lambda ranks: 3)
+    monkeypatch.setattr(lowering._ffi, "available", lambda: "")
+    monkeypatch.setattr(lowering._ffi, "module", lambda: module)
+    with caplog.at_level(logging.WARNING, logger="jax_ep"):
+        assert not [c for c in split_calls(make_mesh(2)) if c[0].endswith(("start", "done"))]
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message.startswith("using the pure-JAX implementation: num_experts is 4, and the kernels of latency mode")
+    with pytest.raises(ValueError, match=r'implementation="cuda" was asked for, but num_experts is 4.*latency mode'):
+        split_calls(make_mesh(2), implementation="cuda")
 
 
 def test_equal_programs_have_equal_text(make_mesh, usable):

@@ -31,9 +31,10 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 1 patch: 1 } device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-PROGRAM = """
+HEADER = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
+from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_ep
@@ -41,36 +42,68 @@ import jax_ep
 h100, ranks, tokens, topk, hidden, capacity, layout = json.loads(sys.argv[1])
 topology = topologies.get_topology_desc("", platform="cuda", target_config=h100, topology=f"1x1x{ranks}")
 mesh = Mesh(np.array(topology.devices), ("ep",))
-
-def moe(x, idx, w):
-    recv = jax_ep.dispatch(x, idx, w, num_experts=4 * ranks, axis_name="ep", layout=layout, capacity=capacity,
-                           expert_alignment=8 if layout == "expert" else 1, implementation="cuda")
-    return jax_ep.combine(recv.x * 2, recv.handle, weights=recv.weights if layout == "expert" else None)
-
-def loss(x, idx, w):
-    out = jax.shard_map(moe, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(x, idx, w)
-    return (out.astype(jnp.float32) ** 2).sum()
+settings = dict(num_experts=4 * ranks, axis_name="ep", layout=layout, capacity=capacity,
+                expert_alignment=8 if layout == "expert" else 1, implementation="cuda")
 
 def of(shape, dtype):
     return jax.ShapeDtypeStruct((ranks * tokens, *shape), dtype, sharding=NamedSharding(mesh, P("ep")))
 
 args = of((hidden,), jnp.bfloat16), of((topk,), jnp.int32), of((topk,), jnp.float32)
-step = jax.jit(jax.grad(loss, (0, 2) if layout == "expert" else 0))
-print("HLO" + json.dumps(step.trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text()))
+
+def run(fn, specs):
+    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P("ep"))
+
+def show(step, *args):
+    print("HLO" + json.dumps(step.trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text()))
 """
+
+PROGRAM = """
+def moe(x, idx, w):
+    recv = jax_ep.dispatch(x, idx, w, **settings)
+    return jax_ep.combine(recv.x * 2, recv.handle, weights=recv.weights if layout == "expert" else None)
+
+def loss(x, idx, w):
+    out = run(moe, P("ep"))(x, idx, w)
+    return (out.astype(jnp.float32) ** 2).sum()
+
+show(jax.jit(jax.grad(loss, (0, 2) if layout == "expert" else 0)), *args)
+"""
+
+# The sandwich of docs/concepts.md: three products each belong between a start and its done.
+SANDWICH = """
+def between(pending, x, weights):
+    pending, x = lax.optimization_barrier((pending, x))
+    for w in weights:
+        x = jnp.dot(x, w)
+    return lax.optimization_barrier((pending, x))
+
+def moe(weights, x, idx, w):
+    pending = jax_ep.dispatch_start(x, idx, w, **settings)
+    pending, shared = between(pending, x, weights[:3])
+    recv = jax_ep.dispatch_done(pending)
+    pending = jax_ep.combine_start(recv.x * 2, recv.handle, weights=recv.weights)
+    pending, shared = between(pending, shared, weights[3:])
+    return shared + jax_ep.combine_done(pending)
+
+weights = jax.ShapeDtypeStruct((6, hidden, hidden), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+show(jax.jit(run(moe, (P(), P("ep"), P("ep"), P("ep")))), weights, *args)
+"""
+
+
+def compiled(program, layout):
+    sizes = [H100, NUM_RANKS, NUM_TOKENS, NUM_TOPK, HIDDEN, CAPACITY, layout]
+    env = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # there is no driver to ask
+    env.pop("JAX_PLATFORMS", None)
+    command = [sys.executable, "-c", HEADER + program, json.dumps(sizes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("HLO")]
+    assert lines, done.stderr[-3000:]
+    return json.loads(lines[0][3:])
 
 
 @pytest.fixture(scope="module", params=["expert", "token"])
 def layout_and_hlo(request):
-    sizes = [H100, NUM_RANKS, NUM_TOKENS, NUM_TOPK, HIDDEN, CAPACITY, request.param]
-    env = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # there is no driver to ask
-    env.pop("JAX_PLATFORMS", None)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(sizes)], capture_output=True, text=True, timeout=300, env=env
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("HLO")]
-    assert lines, done.stderr[-3000:]
-    return request.param, json.loads(lines[0][3:])
+    return request.param, compiled(PROGRAM, request.param)
 
 
 def test_our_calls_and_no_collective(layout_and_hlo):
@@ -88,3 +121,17 @@ def test_rows_are_not_copied(layout_and_hlo):
     assert re.search(rows, hlo)
     assert not re.findall(rf"= {rows}\S* (?:copy|transpose|copy-start)\(", hlo)
     assert not re.findall(r" sort\(", hlo)
+
+
+def test_what_runs_between_start_and_done():
+    """The schedule keeps the products between the barriers between start and done, in both directions."""
+    hlo = compiled(SANDWICH, "expert")
+    assert "is_scheduled=true" in hlo.splitlines()[0]
+    entry = hlo[hlo.index("\nENTRY ") :]
+    # Products are calls of cuBLAS or fusions of their own, as XLA likes.
+    calls = re.findall(
+        r'^  %.*(?:custom_call_target="(?:jax_ep_|__)(\w+)|kind=kCustom, calls=%\S*?(gemm))', entry, re.M
+    )
+    order = [re.sub("cublas.*", "gemm", name or product) for name, product in calls]
+    expected = ["dispatch_start", *["gemm"] * 3, "dispatch_done", "combine_start", *["gemm"] * 3, "combine_done"]
+    assert order == expected

@@ -36,16 +36,17 @@ def _program(sizes: Sizes):
 
 class _Devices(ExchangeCases):
     config = ranks.CONFIG
-    mode = "throughput"
+    mode, is_split = "throughput", False
 
     @pytest.fixture(autouse=True)
     def _mode(self, request):
-        self.mode = request.config.getoption("--mode")
+        self.mode, self.is_split = (request.config.getoption(name) for name in ("--mode", "--split"))
 
     def run(self, sizes, topk_idx, seed=0):
         if sizes.num_ranks > jax.local_device_count():
             pytest.skip(f"needs {sizes.num_ranks} ranks")
-        sizes = dataclasses.replace(sizes, implementation="cuda", config=self.config, mode=self.mode)
+        sizes = dataclasses.replace(sizes, implementation="cuda", config=self.config)
+        sizes = dataclasses.replace(sizes, mode=self.mode, is_split=self.is_split)
         on = ranks.mesh(sizes.num_ranks)
         inputs, oracle = make_inputs(sizes, topk_idx, seed)
         args = ranks.place(on, dataclasses.astuple(inputs))

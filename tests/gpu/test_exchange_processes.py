@@ -29,18 +29,19 @@ def _program(sizes: Sizes, num_ranks: int):
 
 class _Processes(ExchangeCases):
     config = ranks.CONFIG
-    mode = "throughput"
+    mode, is_split = "throughput", False
 
     @pytest.fixture(autouse=True)
     def _implementation(self, request):
         self.implementation = request.config.getoption("--implementation")
-        self.mode = request.config.getoption("--mode")
+        self.mode, self.is_split = (request.config.getoption(name) for name in ("--mode", "--split"))
         self.config = dataclasses.replace(self.config, copies=request.config.getoption("--copies"))
 
     def run(self, sizes, topk_idx, seed=0):
         if sizes.num_ranks > jax.device_count():
             pytest.skip(f"needs {sizes.num_ranks} ranks")
-        sizes = dataclasses.replace(sizes, implementation=self.implementation, config=self.config, mode=self.mode)
+        sizes = dataclasses.replace(sizes, implementation=self.implementation, config=self.config)
+        sizes = dataclasses.replace(sizes, mode=self.mode, is_split=self.is_split)
         on = ranks.mesh(sizes.num_ranks)
         inputs, oracle = make_inputs(sizes, topk_idx, seed)
         result = None
