@@ -18,8 +18,8 @@ from jax_ep.layout import Handle, Recv
 class Pending:
     """An exchange whose rows were sent and are not yet received: what `dispatch_start` and `combine_start` return.
 
-    A pytree of arrays with static metadata, like `Handle`; its done takes it, once, in the same program. It holds the
-    operands too, which therefore stay in memory until then.
+    A pytree of arrays with static metadata, like `Handle`; its done takes it, once. It holds the operands too, which
+    therefore stay in memory until then.
     """
 
     ticket: jax.Array  # i32 [2] number of the exchange among those of its group, low word first
@@ -79,13 +79,14 @@ def dispatch_start(x, topk_idx=None, topk_weights=None, **settings: Any) -> Pend
         mesh axes automatic, or with several nodes and implementation="cuda".
 
     Notes:
-      Start and done must each run once for an exchange, in the same order on all ranks, and in one program: a start
-      whose done never runs takes a place of `Config.max_pending` for good. In a loop they belong into the same
-      iteration, and what start sends must come from its carry or its slices: JAX moves what does not change out
-      of a loop that is differentiated, a start too, but not its done.
+      Start and done must each run once for an exchange, in the same order on all ranks: a start whose done never runs
+      keeps a place of `Config.max_pending` for good. In a loop they belong into the same iteration, and what start
+      sends must come from its carry or its slices: JAX moves what does not change out of a scan that is
+      differentiated, a start too, but not its done.
       Not more than `Config.max_pending` exchanges may be pending, and XLA may move starts that depend on nothing
       forward: tie independent exchanges together by barriers, or raise max_pending.
-      Differentiable through done; the backward pass is that of `dispatch`, not split. `jax.checkpoint` runs both again.
+      Differentiable through done; the backward pass is that of `dispatch`, not split. What `jax.checkpoint` recomputes
+      is a whole `dispatch` too.
       The pure-JAX implementation exchanges everything in done.
       Memory: on CUDA slots for twice `Config.max_pending` exchanges; `buffer_bytes(is_split=True)` says how many bytes.
       The operands live until done.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchange_cases import split_combine, split_dispatch
 
 import jax_ep
 from jax_ep import _ffi, bootstrap, lowering, memory, testing
@@ -99,6 +100,8 @@ def test_arena_of_the_extension(call):
         {"layout": "expert", "hidden": 256, "quantize": "fp8", "mode": "latency"},
         {"layout": "batched", "capacity": 6, "mode": "latency"},
         {"layout": "token", "hidden": 128, "quantize": "fp8_wire", "mode": "latency"},
+        {"layout": "expert", "hidden": 256, "quantize": "fp8_ue8m0", "is_split": True},
+        {"layout": "token", "config": jax_ep.Config(max_pending=5), "mode": "latency", "is_split": True},
     ],
     ids=str,
 )
@@ -107,12 +110,14 @@ def test_results_of_real_calls(make_mesh, monkeypatch, changes):
     sizes = {**SMALL, **changes}
     taken = jax_ep.buffer_bytes(**sizes)
     num_ranks, dtype = sizes["num_ranks"], sizes.get("dtype", jnp.bfloat16)
-    kwargs = {k: v for k, v in changes.items() if k not in ("dtype", "hidden")}
+    kwargs = {k: v for k, v in changes.items() if k not in ("dtype", "hidden", "is_split")}
+    is_split = changes.get("is_split", False)
+    dispatch, combine = (split_dispatch, split_combine) if is_split else (jax_ep.dispatch, jax_ep.combine)
 
     def layer(x, idx, w):
-        recv = jax_ep.dispatch(x, idx, w, num_experts=sizes["num_experts"], axis_name="ep", **kwargs)
+        recv = dispatch(x, idx, w, num_experts=sizes["num_experts"], axis_name="ep", **kwargs)
         rows = recv.x.dequantize() if isinstance(recv.x, jax_ep.Quantized) else recv.x
-        return recv, jax_ep.combine(rows, recv.handle)
+        return recv, combine(rows, recv.handle)
 
     shape = (num_ranks, sizes["num_tokens"], sizes["num_topk"])
     args = np.zeros((*shape[:2], sizes["hidden"]), dtype), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -142,7 +147,7 @@ def test_results_of_real_calls(make_mesh, monkeypatch, changes):
     monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
     text = program.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert taken.arena == sum(memory.arena_bytes(*shape) for shape in asked)
-    suffix = "_latency" if changes.get("mode") == "latency" else ""
+    suffix = "_done" if is_split else "_latency" if changes.get("mode") == "latency" else ""
     _, _, *sums = result_bytes(text, f"jax_ep_combine{suffix}")  # that of no public result
     wanted = sum(sums)
     if changes.get("quantize") == "fp8_wire":

@@ -46,7 +46,7 @@ Mapping Mapping::create(int device, int64_t bytes) {
     fail("symmetric memory of " + mib(m.bytes_) + " on device " + std::to_string(device) + " does not fit: " +
          mib(int64_t(free)) + " of " + mib(int64_t(total)) + " are free, the other " +
          std::to_string(100 - 100 * free / total) +
-         "% are held mostly by XLA's pool; lower XLA_CLIENT_MEM_FRACTION or Config.staging_bytes");
+         "% are held mostly by XLA's pool; lower XLA_CLIENT_MEM_FRACTION, Config.staging_bytes or Config.max_pending");
   }
   check(status, "cuMemCreate");
   m.has_handle_ = true;
