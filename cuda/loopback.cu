@@ -39,7 +39,7 @@ std::map<std::string, int64_t> buffer_sizes(const LoopbackShape &s) {
           {"recv_x", N * recv_row_bytes(s)}, {"recv_side", N * side_bytes(s)}, {"recv_weights", scalars},
           {"slot_meta", S * K * 4}, {"slot_token", S * 4},
           {"group_sizes", L * 4}, {"counts", L * 4}, {"stats", 32}, {"topk_clean", T * K * 4}, {"slot", T * R * 4},
-          {"dst_row", T * K * 4}, {"recv_offsets", (R + 1) * 4},
+          {"dst_row", T * K * 4}, {"recv_offsets", (R + 1) * 4}, {"ticket", 8},
           {"y", N * s.row_bytes}, {"y_weights", s.has_weights && !is_token ? N * 4 : 0}, {"scalars", scalars},
           {"bias", s.has_bias ? T * s.row_bytes : 0}, {"out", T * s.row_bytes},
           {"out_scalars", s.has_weights ? T * K * 4 : 0},
@@ -52,10 +52,17 @@ Loopback::Loopback(int device, const LoopbackShape &shape) : device_(device), sh
   check(cudaSetDevice(device_), "cudaSetDevice");
   check(load_dispatch_kernels(), "loading dispatch kernels");
   check(load_combine_kernels(), "loading combine kernels");
+  if (shape.num_slots) {
+    check(load_dispatch_latency_kernels(), "loading dispatch kernels of latency mode");
+    check(load_combine_latency_kernels(), "loading combine kernels of latency mode");
+  }
   const int64_t dispatched = recv_row_bytes(shape) + round_up(side_bytes(shape), 16);
   const int64_t combined = partial_row_bytes(shape.row_bytes, shape.dtype, shape.wire);
-  arena_shape_ = arena_shape(shape.num_ranks, shape.num_experts, std::max(dispatched, combined), shape.num_topk,
-                             shape.staging_bytes);
+  const int64_t crossing = std::max(dispatched, combined);
+  arena_shape_ = shape.num_slots ? latency_arena_shape(shape.num_ranks, shape.num_experts, crossing, shape.num_topk,
+                                                       shape.num_tokens, shape.num_slots)
+                                 : arena_shape(shape.num_ranks, shape.num_experts, crossing, shape.num_topk,
+                                               shape.staging_bytes);
   auto allocate = [&](int64_t bytes) {
     void *p = nullptr;
     check(cudaMalloc(&p, std::max<int64_t>(bytes, 16)), "cudaMalloc");
@@ -162,7 +169,23 @@ CombineParams Loopback::combine_params(int rank) const {
   return p;
 }
 
+void Loopback::launch_latency(const std::string &op, int rank) {
+  const std::string what = op.substr(0, op.find('_'));
+  LatencyCall half{1, 1, nullptr, nullptr};
+  if (op == what + "_start") half = {1, 0, nullptr, at<int32_t>("ticket", rank)};
+  else if (op == what + "_done") half = {0, 1, at<int32_t>("ticket", rank), nullptr};
+  else if (op != what) throw std::runtime_error("loopback: no operation " + op);
+  if (what == "combine") {
+    CombineParams p = combine_params(rank);
+    p.partial = nullptr;
+    check(launch_combine_latency(p, half, streams_[rank]), op.c_str());
+  } else {
+    check(launch_dispatch_latency(dispatch_params(rank, what == "dispatch"), half, streams_[rank]), op.c_str());
+  }
+}
+
 void Loopback::launch_rank(const std::string &op, int rank) {
+  if (shape_.num_slots) return launch_latency(op, rank);
   if (op == "combine") check(launch_combine(combine_params(rank), streams_[rank]), "combine");
   else if (op == "dispatch" || op == "redispatch")
     check(launch_dispatch(dispatch_params(rank, op == "dispatch"), streams_[rank]), op.c_str());

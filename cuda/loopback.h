@@ -11,6 +11,7 @@
 
 #include "cuda/kernels/combine_peer.h"
 #include "cuda/kernels/dispatch_peer.h"
+#include "cuda/kernels/latency.h"
 
 namespace jax_ep {
 
@@ -26,6 +27,7 @@ struct LoopbackShape {
   bool zero_tail, has_weights, has_bias, use_bulk, force_staged;
   int num_sms;
   int64_t staging_bytes, timeout_ns;
+  int num_slots = 0; // > 0: latency mode
 };
 
 class Loopback {
@@ -40,7 +42,8 @@ class Loopback {
   void read(const std::string &name, int rank, void *data) const;
   void fill(const std::string &name, int byte);
 
-  // op: "dispatch", "redispatch", "combine". Every rank but those in `absent` launches, after its delay.
+  // op: "dispatch", "redispatch", "combine"; in latency mode also one of them with "_start" or "_done", which share the buffer
+  // "ticket". Every rank but those in `absent` launches, after its delay.
   void launch(const std::string &op, const std::vector<int64_t> &delay_ns, const std::vector<int> &absent);
   void synchronize();
   // Microseconds per call of the slowest rank over `calls` back-to-back calls.
@@ -54,6 +57,7 @@ class Loopback {
   DispatchParams dispatch_params(int rank, bool is_route) const;
   CombineParams combine_params(int rank) const;
   void launch_rank(const std::string &op, int rank);
+  void launch_latency(const std::string &op, int rank);
 
   int device_;
   LoopbackShape shape_;

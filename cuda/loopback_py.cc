@@ -16,14 +16,14 @@ void export_loopback(nb::module_ &m) {
            [](Loopback *self, int device, int num_ranks, int num_tokens, int num_topk, int num_experts, int row_bytes,
               int capacity, int alignment, int layout, int dtype, bool zero_tail, bool has_weights, bool has_bias,
               bool use_bulk, bool force_staged, int num_sms, int64_t staging_bytes, double timeout_s, int side_bytes,
-              int window, int quantize, int wire, bool crosses_once) {
+              int window, int quantize, int wire, bool crosses_once, int num_slots) {
              LoopbackShape s{};
              s.num_ranks = num_ranks, s.num_tokens = num_tokens, s.num_topk = num_topk, s.num_experts = num_experts;
              s.row_bytes = row_bytes, s.capacity = capacity, s.alignment = alignment, s.layout = Layout(layout);
              s.dtype = DType(dtype), s.zero_tail = zero_tail, s.has_weights = has_weights, s.has_bias = has_bias;
              s.use_bulk = use_bulk, s.force_staged = force_staged, s.num_sms = num_sms;
              s.side_bytes = side_bytes, s.window = window, s.quantize = Quantize(quantize), s.wire = Quantize(wire);
-             s.crosses_once = crosses_once;
+             s.crosses_once = crosses_once, s.num_slots = num_slots;
              s.staging_bytes = staging_bytes, s.timeout_ns = int64_t(timeout_s * 1e9);
              new (self) Loopback(device, s);
            },
@@ -32,7 +32,8 @@ void export_loopback(nb::module_ &m) {
            nb::arg("layout"), nb::arg("dtype"), nb::arg("zero_tail") = true, nb::arg("has_weights") = true,
            nb::arg("has_bias") = false, nb::arg("use_bulk") = true, nb::arg("force_staged") = false,
            nb::arg("num_sms") = 8, nb::arg("staging_bytes") = 1 << 20, nb::arg("timeout_s") = 20.0,
-           nb::arg("side_bytes") = 0, nb::arg("window") = -1, nb::arg("quantize") = 0, nb::arg("wire") = 0, nb::arg("crosses_once") = false)
+           nb::arg("side_bytes") = 0, nb::arg("window") = -1, nb::arg("quantize") = 0, nb::arg("wire") = 0, nb::arg("crosses_once") = false,
+           nb::arg("num_slots") = 0)
       .def("bytes", &Loopback::bytes)
       .def("write", [](Loopback &self, const std::string &name, int rank,
                        nb::bytes data) { self.write(name, rank, data.c_str(), int64_t(data.size())); })

@@ -30,12 +30,16 @@ class Session {
       : call_(call), control_(reinterpret_cast<Control *>(call.arena + call.shape.control())),
         // Plain read: the leader of the previous call wrote it, and a kernel boundary lies between.
         epoch_(control_->epoch + 1), tag_(call.tag) {}
+  // Of a call that began in an earlier kernel.
+  __device__ Session(const CallParams &call, uint64_t epoch) : Session(call) { epoch_ = epoch; }
 
   // A number that all ranks must pass alike; before announce().
   __device__ void agree_on(int32_t number) { tag_ ^= (uint64_t(uint32_t(number)) + 1) * 0x9e3779b97f4a7c15u; }
 
   __device__ bool is_broken() const { return control_->broken != 0; }
   __device__ uint64_t epoch() const { return epoch_; }
+  __device__ uint64_t tag() const { return tag_; }
+  __device__ Control &control() const { return *control_; }
   __device__ bool is_leader() const { return blockIdx.x == 0; }
   __device__ bool is_aborted() const {
     return DeviceWord<uint32_t>(control_->abort).load(cuda::memory_order_relaxed) != 0;
@@ -195,16 +199,9 @@ class Session {
     return ok;
   }
 
- private:
-  __device__ Announce *mailbox_at(int peer, uint64_t epoch) const {
-    return reinterpret_cast<Announce *>(call_.peers[peer].arena + call_.shape.announce(epoch, call_.rank));
-  }
+  // The word of a peer that completed this call, or left it.
   __device__ SystemWord<uint64_t> finish_from(int peer) const {
     return SystemWord<uint64_t>(reinterpret_cast<uint64_t *>(call_.arena + call_.shape.finish())[peer]);
-  }
-
-  __device__ bool is_over(uint64_t start, int limits) const { // signed: the clock may be read a little back
-    return int64_t(now_ns() - start) > int64_t(call_.limit_ns) * limits;
   }
 
   // `peer` left with this word. Names the rank that it waited for, or that runs another program; if that is this
@@ -223,6 +220,14 @@ class Session {
     for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x)
       SystemWord<uint64_t>(reinterpret_cast<uint64_t *>(call_.peers[p].arena + call_.shape.finish())[call_.rank])
           .store(word, cuda::memory_order_release);
+  }
+
+ private:
+  __device__ Announce *mailbox_at(int peer, uint64_t epoch) const {
+    return reinterpret_cast<Announce *>(call_.peers[peer].arena + call_.shape.announce(epoch, call_.rank));
+  }
+  __device__ bool is_over(uint64_t start, int limits) const { // signed: the clock may be read a little back
+    return int64_t(now_ns() - start) > int64_t(call_.limit_ns) * limits;
   }
 
   __device__ void wait_finish() {

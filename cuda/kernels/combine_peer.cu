@@ -97,8 +97,9 @@ __device__ void reduce_slots(const CombineParams &p, const Plan &plan, char *sha
                            store(s, fetch);
                          });
     };
-    if constexpr (kWire) sum_into(StoreWire<kType>{p.partial, p.call.row_bytes});
-    else sum_into(StorePartial<kType, kUnroll>{p.partial, p.call.row_bytes});
+    const InOrder sums{p.partial, p.call.row_bytes};
+    if constexpr (kWire) sum_into(StoreWire<kType, InOrder>{sums});
+    else sum_into(StorePartial<kType, kUnroll, InOrder>{sums});
     __syncthreads(); // the list is read no more
   }
 }

@@ -55,10 +55,16 @@ template <int kUnroll> __device__ __forceinline__ void vectors_at(const GatherSt
   }
 }
 
-// A rank's sum of a slot, rounded, to its place among the partial sums.
-template <DType kType, int kUnroll> struct StorePartial {
+// Where partial sums go: one after the other.
+struct InOrder {
   char *partial;
   int64_t row_bytes;
+  __device__ char *operator()(int index) const { return partial + index * row_bytes; }
+};
+
+// A rank's sum of a slot, rounded, to its place among the partial sums: `row_at(index)`.
+template <DType kType, int kUnroll, class RowAt> struct StorePartial {
+  RowAt row_at;
 
   template <class Fetch> __device__ void operator()(const GatherStep &s, Fetch fetch) const {
     using Row = Payload<kType>;
@@ -70,15 +76,14 @@ template <DType kType, int kUnroll> struct StorePartial {
       sum_vectors<kType, kUnroll, false>(s, fetch, at, weights, acc);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u)
-        if (at[u] >= 0) *reinterpret_cast<int4 *>(partial + s.index * row_bytes + at[u]) = Row::pack(acc[u]);
+        if (at[u] >= 0) *reinterpret_cast<int4 *>(row_at(s.index) + at[u]) = Row::pack(acc[u]);
     }
   }
 };
 
 // The same, quantised into a WireRow. Steps begin and end at multiples of 128 channels, which are 16 lanes (32 for f32).
-template <DType kType> struct StoreWire {
-  char *partial;
-  int64_t row_bytes;
+template <DType kType, class RowAt> struct StoreWire {
+  RowAt row_at;
 
   template <class Fetch> __device__ void operator()(const GatherStep &s, Fetch fetch) const {
     using Row = Payload<kType>;
@@ -97,7 +102,7 @@ template <DType kType> struct StoreWire {
       const int at = here[0];
       if (at < 0) continue;
       const int channel = at / (16 / kLanes), in_group = channel % WireRow::kGroup;
-      char *group = partial + s.index * row_bytes + channel / WireRow::kGroup * WireRow::kGroupBytes;
+      char *group = row_at(s.index) + channel / WireRow::kGroup * WireRow::kGroupBytes;
 #pragma unroll
       for (int i = 0; i < kLanes / 4; ++i) reinterpret_cast<uint32_t *>(group + in_group)[i] = q[i];
       if (lane % kGroupLanes == 0)

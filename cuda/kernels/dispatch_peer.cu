@@ -117,7 +117,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     own = own_rows<kRoute>(p, route, reinterpret_cast<int32_t *>(shared + plan.start),
                            reinterpret_cast<int32_t *>(shared + plan.kept));
     if constexpr (kRoute) {
-      if (session.is_leader()) write_sizes(p, session, route, own);
+      if (session.is_leader())
+        write_sizes(p, [&](int s) { return session.counts_of(s)[p.num_experts + p.call.rank]; }, route, own);
       place_tokens(p, route);
     }
     // 4 move

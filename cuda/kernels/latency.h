@@ -20,7 +20,9 @@ struct LatencyCall {
 cudaError_t launch_dispatch_latency(const DispatchParams &p, const LatencyCall &latency, cudaStream_t stream);
 // `partial` is null: sums go into the slots.
 cudaError_t launch_combine_latency(const CombineParams &p, const LatencyCall &latency, cudaStream_t stream);
-cudaError_t load_latency_kernels();
+// Load every variant on the current device and allow the shared memory they ask for.
+cudaError_t load_dispatch_latency_kernels();
+cudaError_t load_combine_latency_kernels();
 // Experts whose routing can be counted in shared memory; a call with more takes the throughput kernels.
 int max_latency_experts(int num_ranks);
 

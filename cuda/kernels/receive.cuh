@@ -63,8 +63,10 @@ __device__ OwnRows own_rows(const DispatchParams &p, RouteShared sh, int32_t *st
   return {start, kept, num_slots, p.is_token_layout() ? num_slots : s_end};
 }
 
-// Block 0, routing: the receiver's view of the exchange. One warp per kind of number.
-__device__ void write_sizes(const DispatchParams &p, const Session &session, RouteShared sh, const OwnRows &own) {
+// Block 0, routing: the receiver's view of the exchange. One warp per kind of number. `slots_from(s)`: how many of source
+// s's tokens come here.
+template <class SlotsFrom>
+__device__ void write_sizes(const DispatchParams &p, SlotsFrom slots_from, RouteShared sh, const OwnRows &own) {
   const int first = p.call.rank * p.num_local_experts, num_local = p.num_local_experts, num_ranks = p.call.num_ranks;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const bool is_token_layout = p.is_token_layout(), is_batched = p.layout == Layout::kBatched;
@@ -72,7 +74,7 @@ __device__ void write_sizes(const DispatchParams &p, const Session &session, Rou
   if (warp == 0) { // first slot of each source
     int32_t at = 0;
     for (int s = lane; s - lane < num_ranks; s += kWarpSize) {
-      const WarpSums sums = warp_sums(s < num_ranks ? session.counts_of(s)[p.num_experts + p.call.rank] : 0, lane);
+      const WarpSums sums = warp_sums(s < num_ranks ? slots_from(s) : 0, lane);
       const int64_t slot = at + sums.before;
       if (s < num_ranks) p.recv_offsets[s] = is_token_layout ? in_capacity(p, slot) : int(min(slot, int64_t(p.num_slots)));
       at += sums.total;
@@ -118,7 +120,7 @@ __device__ void write_sizes(const DispatchParams &p, const Session &session, Rou
 }
 
 // Block 0, token layout with slots outside the window, after all rows are here: (token, expert) pairs among kept slots.
-__device__ void count_pairs(const DispatchParams &p, const OwnRows &own) {
+__device__ __forceinline__ void count_pairs(const DispatchParams &p, const OwnRows &own) {
   for (int l = threadIdx.x; l < p.num_local_experts; l += blockDim.x) p.counts[l] = 0;
   __syncthreads();
   for (int64_t i = threadIdx.x; i < int64_t(own.num_slots) * p.call.num_topk; i += blockDim.x)

@@ -40,6 +40,7 @@ struct Entry {
   int token, k, expert, rank; // expert and rank -1: not routed
   int64_t at;
   bool is_in_range, is_valid, is_first; // first entry of its token for its rank
+  unsigned same_token_rank;             // lanes of the token's entries for this rank
 
   // The id that a lane looks at; asked for before it is needed, so that loads overlap.
   __device__ static int id(const DispatchParams &p, const int32_t *ids, int first_token, int end, int lane) {
@@ -56,7 +57,7 @@ struct Entry {
     is_valid = id >= 0 && id < p.num_experts;
     expert = is_valid ? id : -1;
     rank = is_valid ? id / p.num_local_experts : -1;
-    const unsigned same_token_rank = same(lane / num_topk << 16 | rank, is_valid, lane); // by all lanes
+    same_token_rank = same(lane / num_topk << 16 | rank, is_valid, lane); // by all lanes
     is_first = is_valid && (same_token_rank & ((1u << lane) - 1)) == 0;
   }
 
@@ -66,10 +67,36 @@ struct Entry {
   }
 };
 
+// Goes through a warp's tokens in order, `count` (experts, then ranks) with it. For every entry, all lanes together:
+// visit(entry, id as it was, number of its expert's entries before it, number of tokens for its rank before: of first
+// entries; -1 elsewhere).
+template <class Visit>
+__device__ __forceinline__ void walk_tokens(const DispatchParams &p, const int32_t *ids, TokenRange tokens, int32_t *count,
+                                            Visit visit) {
+  const int lane = threadIdx.x % kWarpSize, step = kWarpSize / p.call.num_topk;
+  const unsigned below = (1u << lane) - 1;
+  int id = Entry::id(p, ids, tokens.begin, tokens.end, lane);
+  for (int t = tokens.begin; t < tokens.end; t += step) {
+    const int coming = Entry::id(p, ids, t + step, tokens.end, lane);
+    const Entry e(p, id, t, tokens.end, lane);
+    const unsigned same_expert = Entry::same(e.expert, e.is_valid, lane);
+    const unsigned same_rank = Entry::same(e.rank, e.is_first, lane); // first entries only
+    int row = -1, slot = -1;
+    if (e.is_valid) row = count[e.expert] + __popc(same_expert & below);
+    if (e.is_first) slot = count[p.num_experts + e.rank] + __popc(same_rank & below);
+    __syncwarp(); // all lanes have read the counts
+    if (e.is_valid && (same_expert & below) == 0) count[e.expert] += __popc(same_expert);
+    if (e.is_first && (same_rank & below) == 0) count[p.num_experts + e.rank] += __popc(same_rank);
+    __syncwarp(); // and the next step sees them advanced
+    visit(e, id, row, slot);
+    id = coming;
+  }
+}
+
 // Counts this block's tokens; leaves positions inside the warp's chunk in dst_row and slot.
 __device__ __forceinline__ void count_tokens(const DispatchParams &p, const Session &session, RouteShared sh) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks, num_topk = p.call.num_topk;
+  const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks;
   for (int i = threadIdx.x; i < sh.num_warps * columns; i += blockDim.x) sh.positions[i] = 0;
   if (threadIdx.x == 0) *sh.invalid = 0;
   __syncthreads();
@@ -79,31 +106,14 @@ __device__ __forceinline__ void count_tokens(const DispatchParams &p, const Sess
     for (int64_t i = int64_t(mine.begin) * num_ranks + lane; i < int64_t(mine.end) * num_ranks; i += kWarpSize)
       p.slot[i] = -1;
     __syncwarp();
-    int32_t *count = sh.positions + warp * columns;
-    const unsigned below = (1u << lane) - 1;
     int num_invalid = 0;
-    const int step = kWarpSize / num_topk;
-    int id = Entry::id(p, p.topk_idx, mine.begin, mine.end, lane);
-    for (int t = mine.begin; t < mine.end; t += step) {
-      const int coming = Entry::id(p, p.topk_idx, t + step, mine.end, lane);
-      const Entry e(p, id, t, mine.end, lane);
-      const unsigned same_expert = Entry::same(e.expert, e.is_valid, lane);
-      const unsigned same_rank = Entry::same(e.rank, e.is_first, lane); // first entries only
+    walk_tokens(p, p.topk_idx, mine, sh.positions + warp * columns, [&](const Entry &e, int id, int row, int slot) {
       num_invalid += __popc(__ballot_sync(kFullWarp, e.is_in_range && !e.is_valid && id != -1));
-      int row = -1, slot = -1;
-      if (e.is_valid) row = count[e.expert] + __popc(same_expert & below);
-      if (e.is_first) slot = count[p.num_experts + e.rank] + __popc(same_rank & below);
-      __syncwarp(); // all lanes have read the counts
-      if (e.is_valid && (same_expert & below) == 0) count[e.expert] += __popc(same_expert);
-      if (e.is_first && (same_rank & below) == 0) count[p.num_experts + e.rank] += __popc(same_rank);
-      __syncwarp(); // and the next step sees them advanced
-      if (e.is_in_range) {
-        p.topk_clean[e.at] = e.expert;
-        p.dst_row[e.at] = row;
-        if (e.is_first) p.slot[int64_t(e.token) * num_ranks + e.rank] = slot;
-      }
-      id = coming;
-    }
+      if (!e.is_in_range) return;
+      p.topk_clean[e.at] = e.expert;
+      p.dst_row[e.at] = row;
+      if (e.is_first) p.slot[int64_t(e.token) * num_ranks + e.rank] = slot;
+    });
     if (lane == 0 && num_invalid) atomicAdd(sh.invalid, num_invalid);
   }
   __syncthreads();
@@ -151,17 +161,11 @@ __device__ __forceinline__ int64_t window_start(const DispatchParams &p) {
   return p.window ? int64_t(max(*p.window, 0)) * p.capacity : 0;
 }
 
-// After agree() and a grid barrier: every block turns the announced counts into bases for its own chunk.
-__device__ __forceinline__ void place_groups(const DispatchParams &p, const Session &session, RouteShared sh) {
-  const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks;
+// First row of each expert's group on its rank, from the totals. Groups of one rank follow each other, each padded to the
+// alignment: one warp scans one rank. Batched: each begins at 0.
+__device__ __forceinline__ void start_groups(const DispatchParams &p, RouteShared sh) {
+  const int num_ranks = p.call.num_ranks;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
-  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-    const int32_t total = sum_of(num_ranks, [&](int s) { return session.counts_of(s)[c]; });
-    if (c < p.num_experts) sh.total[c] = total;
-    else sh.slots[c - p.num_experts] = total;
-  }
-  __syncthreads();
-  // Groups of one rank follow each other, each padded to the alignment: one warp scans one rank. Batched: each begins at 0.
   for (int d = warp; d < num_ranks; d += num_warps) {
     using Scan = cub::WarpScan<int32_t>;
     __shared__ typename Scan::TempStorage storage[kWarpSize];
@@ -177,6 +181,18 @@ __device__ __forceinline__ void place_groups(const DispatchParams &p, const Sess
     }
   }
   __syncthreads();
+}
+
+// After agree() and a grid barrier: every block turns the announced counts into bases for its own chunk.
+__device__ __forceinline__ void place_groups(const DispatchParams &p, const Session &session, RouteShared sh) {
+  const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks;
+  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
+    const int32_t total = sum_of(num_ranks, [&](int s) { return session.counts_of(s)[c]; });
+    if (c < p.num_experts) sh.total[c] = total;
+    else sh.slots[c - p.num_experts] = total;
+  }
+  __syncthreads();
+  start_groups(p, sh);
   for (int c = threadIdx.x; c < columns; c += blockDim.x) {
     const int32_t base = (c < p.num_experts ? sh.start[c] : 0) +
                          sum_of(p.call.rank, [&](int s) { return session.counts_of(s)[c]; }) +

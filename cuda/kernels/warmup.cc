@@ -11,12 +11,12 @@ namespace jax_ep {
 namespace {
 
 // A group of one rank: what is dispatched and combined unweighted with k = 1 comes back unchanged.
-std::string round_trip(int device, Layout layout, DType dtype, bool use_bulk) {
+std::string round_trip(int device, Layout layout, DType dtype, bool use_bulk, int num_slots) {
   constexpr int kTokens = 8, kExperts = 4, kRowBytes = 512;
   LoopbackShape s{};
   s.num_ranks = 1, s.num_tokens = kTokens, s.num_topk = 1, s.num_experts = kExperts, s.row_bytes = kRowBytes;
   s.capacity = kTokens, s.alignment = 1, s.layout = layout, s.dtype = dtype, s.zero_tail = true, s.use_bulk = use_bulk;
-  s.num_sms = 2, s.staging_bytes = 1 << 20, s.timeout_ns = int64_t(20) * 1000000000;
+  s.num_sms = 2, s.staging_bytes = 1 << 20, s.timeout_ns = int64_t(20) * 1000000000, s.num_slots = num_slots;
   Loopback ranks(device, s);
   std::vector<uint16_t> x(kTokens * kRowBytes / 2), y(x.size());
   std::vector<int32_t> ids(kTokens);
@@ -48,8 +48,9 @@ std::string warm_kernels(int device) {
   try {
     for (int bulk = 0; bulk <= has_bulk_copies(device) && problem.empty(); ++bulk)
       for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32})
-        if (problem.empty())
-          problem = round_trip(device, dtype == DType::kF16 ? Layout::kToken : Layout::kExpert, dtype, bulk);
+        for (int num_slots : {0, 2})
+          if (problem.empty())
+            problem = round_trip(device, dtype == DType::kF16 ? Layout::kToken : Layout::kExpert, dtype, bulk, num_slots);
   } catch (const std::exception &e) {
     problem = e.what();
   }

@@ -51,6 +51,8 @@ class Case:
     wire: str | None = None  # of combine
     crosses_once: bool = False  # as between GPUs: a row crosses once, the receiver copies it
     unusual: bool = False  # values: see `unusual`
+    slots: int = 0  # latency mode, with so many slots
+    split: bool = False  # start and done by themselves
 
     @property
     def rows(self):
@@ -123,7 +125,7 @@ def make(case: Case, timeout_s: float = 20.0):
         layout=LAYOUTS[case.layout], dtype=CODES[case.dtype], has_weights=case.weights, has_bias=case.bias,
         use_bulk=case.bulk, force_staged=case.staged, num_sms=case.sms, staging_bytes=case.staging_bytes,
         timeout_s=timeout_s, side_bytes=case.side, window=case.window, quantize=QUANTIZE[case.quantize],
-        wire=QUANTIZE[case.wire], crosses_once=case.crosses_once,
+        wire=QUANTIZE[case.wire], crosses_once=case.crosses_once, num_slots=case.slots,
     )  # fmt: skip
 
 
@@ -185,10 +187,11 @@ def same(got, want, name):
 
 
 def check(case: Case, ranks, seed: int, delays=()):
-    # Copies, paths and numbers of blocks make no difference.
-    data, want = expected(
-        dataclasses.replace(case, bulk=True, staged=False, sms=1, staging_bytes=0, crosses_once=False), seed
+    # Copies, paths, modes and numbers of blocks make no difference.
+    plain = dataclasses.replace(
+        case, bulk=True, staged=False, sms=1, staging_bytes=0, crosses_once=False, slots=0, split=False
     )
+    data, want = expected(plain, seed)
 
     def put(name, value):
         if ranks.bytes(name):
@@ -198,7 +201,9 @@ def check(case: Case, ranks, seed: int, delays=()):
     def run(op, results):
         for name in results:
             ranks.fill(name, 0xAB)
-        ranks.launch(op, list(delays))
+        if case.split:
+            ranks.launch(f"{op}_start", list(delays))
+        ranks.launch(f"{op}_done" if case.split else op, list(delays))
         ranks.synchronize()
         for r in range(case.ranks):
             assert ranks.failure(r)["code"] == 0, ranks.failure(r)

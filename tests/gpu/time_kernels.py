@@ -39,6 +39,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     lists.add_argument("--sms", type=_list(int), default=(16,), help="blocks of a rank; all ranks' must fit on the GPU")
     lists.add_argument("--tokens", type=_list(int), default=(4096,), help="per rank")
     lists.add_argument("--layout", type=_list(str), default=("token", "expert"), help=", ".join(LAYOUTS))
+    parser.add_argument("--slots", type=int, default=0, help="latency mode, with so many slots; 0: throughput mode")
     parser.add_argument("--bulk", choices=("yes", "no", "both"), default="yes", help="copies by the copy engine")
     parser.add_argument("--quantize", choices=QUANTIZE[:3], default="none", help="in dispatch")
     parser.add_argument("--wire", choices=(QUANTIZE[0], QUANTIZE[3]), default="none", help="in combine")
@@ -73,7 +74,7 @@ def measure(loopback, args, num_ranks: int, num_sms: int, num_tokens: int, layou
         num_ranks=num_ranks, num_tokens=num_tokens, num_topk=args.topk, num_experts=args.experts,
         row_bytes=args.hidden * item, capacity=capacity, layout=LAYOUTS.index(layout), dtype=code,
         zero_tail=args.zero_tail, has_weights=args.weights, use_bulk=use_bulk, num_sms=num_sms, side_bytes=args.side,
-        quantize=QUANTIZE.index(args.quantize), wire=QUANTIZE.index(args.wire),
+        quantize=QUANTIZE.index(args.quantize), wire=QUANTIZE.index(args.wire), num_slots=args.slots,
     )  # fmt: skip
     for rank in range(num_ranks):
         ranks.write("topk_idx", rank, idx[rank].tobytes())

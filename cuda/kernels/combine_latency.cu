@@ -1,0 +1,232 @@
+// Combine, latency mode: the holder sums its rows of a token and stores the sum straight into the token's place in the
+// source's own memory; the source adds what came from each rank.
+//
+// Grid: num_blocks blocks of 512 threads, one per SM, resident together on all ranks of a GPU (a start or a done alone
+// holds no SM while it waits for the other). Steps (latency.cuh says who publishes what):
+//   1 enter    the slot is free: its last call was received everywhere
+//   2 send     a warp takes a piece of the rows of one (source, token) on this rank, and stores their sum; then a flag
+//   3 receive  wait for all flags; a warp takes a piece of a token's sum from every rank that has one
+//   4 end      the last block gives the slot back
+// 2: start; 3: done; a fused call does both. Rounding tree: docs/concepts.md.
+#include "cuda/kernels/bulk.h"
+#include "cuda/kernels/combine_sum.cuh"
+#include "cuda/kernels/latency.cuh"
+
+namespace jax_ep {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kBatch = 1024;         // sums that a block looks up at a time
+constexpr int kItemsPerWarp = 2;     // with fewer sums per warp their rows are cut into pieces
+constexpr int kSmallestPiece = 1024;
+
+// Dynamic shared memory, planned on the host. Sending and receiving use the stages one after the other.
+struct Plan {
+  int parts, first_slot, bars, places, room, bytes;
+  GatherPlan send, receive;
+};
+
+Plan make_plan(const CombineParams &p) {
+  Plan plan{};
+  int64_t at = 0;
+  auto take = [&](int64_t bytes) { const int64_t here = at; at = round_up(at + bytes, 128); return int(here); };
+  const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk;
+  plan.parts = take(int64_t(num_ranks) * 8);
+  plan.first_slot = take((num_ranks + 1) * 4);
+  plan.bars = take(2 * kWarps * sizeof(BulkBarrier));
+  plan.places = take(kBatch * 8);
+  plan.room = int(at);
+  const int64_t room = kBulkSharedBytes - at;
+  const int holders = num_ranks < num_topk ? num_ranks : num_topk;
+  auto pieces = [&](int64_t row_bytes) { // of either side, with even routing
+    const int64_t wanted = 1 + int64_t(kItemsPerWarp) * kWarps * p.num_blocks / (p.num_tokens + 1);
+    const int64_t most = row_bytes / kSmallestPiece;
+    return int(wanted < most ? wanted : most < 1 ? 1 : most);
+  };
+  plan.send = GatherPlan::make(p.y_bytes, kVectorUnit, p.layout == Layout::kToken ? 1 : num_topk, pieces(p.y_bytes), kWarps,
+                               room, p.use_bulk);
+  plan.receive = GatherPlan::make(p.call.row_bytes, p.quantize == Quantize::kFp8Wire ? WireRow::kGroupBytes : kVectorUnit,
+                                  holders, pieces(p.call.row_bytes), kWarps, room, p.use_bulk);
+  const int64_t send = plan.send.shared_bytes(), receive = plan.receive.shared_bytes();
+  plan.bytes = int(at + (send > receive ? send : receive));
+  return plan;
+}
+
+// Where the sums of a batch go.
+struct InPlaces {
+  char *const *places;
+  __device__ char *operator()(int index) const { return places[index]; }
+};
+
+// The sums of this block's share of the rank's slots, with their scalars.
+template <DType kType, bool kBulk, bool kWire>
+__device__ __noinline__ unsigned send_sums(const CombineParams &p, const Plan &plan, const SlotShape &shape, char *shared) {
+  constexpr int kUnroll = kBulk ? 1 : 2;
+  char *const *parts = reinterpret_cast<char *const *>(shared + plan.parts);
+  const int32_t *first_slot = reinterpret_cast<const int32_t *>(shared + plan.first_slot);
+  char **places = reinterpret_cast<char **>(shared + plan.places);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int num_topk = p.call.num_topk, num_ranks = p.call.num_ranks;
+  const bool is_token_layout = p.layout == Layout::kToken;
+  const int64_t num_slots = first_slot[num_ranks];
+  const int end = int(num_slots * (blockIdx.x + 1) / gridDim.x);
+  unsigned parity = 0;
+  for (int batch = int(num_slots * blockIdx.x / gridDim.x); batch < end; batch += kBatch) {
+    const int count = min(kBatch, end - batch);
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const int slot = batch + i, token = p.slot_token[slot];
+      int source = 0;
+      while (first_slot[source + 1] <= slot) ++source;
+      places[i] = parts[source] + shape.rows() + token * shape.row_bytes;
+      if (!p.scalars) continue;
+      float *scalars = reinterpret_cast<float *>(parts[source] + shape.scalars()) + int64_t(token) * num_topk;
+      for (int k = 0; k < num_topk; ++k) {
+        const int meta = p.slot_meta[int64_t(slot) * num_topk + k];
+        scalars[k] = meta < 0 ? 0.f : p.scalars[is_token_layout ? int64_t(slot) * num_topk + k : meta];
+      }
+    }
+    __syncthreads();
+    auto ask = [&](int index) { // which row of y lane k adds
+      if (is_token_layout) return lane == 0 ? batch + index : -1;
+      return lane < num_topk ? p.slot_meta[int64_t(batch + index) * num_topk + lane] : -1;
+    };
+    auto rows_of = [&](int, int row) {
+      const float weight = row >= 0 && p.weights ? p.weights[row] : 1.f;
+      const unsigned below = __ballot_sync(kFullWarp, row >= 0) & ((1u << lane) - 1);
+      return in_order(row >= 0, __popc(below), p.y + row * p.y_bytes, weight, p.weights != nullptr);
+    };
+    auto sum_into = [&](auto store) {
+      gather_sums<kBulk>(plan.send, {unsigned(warp), unsigned(plan.send.num_warps)}, count, shared + plan.room,
+                         reinterpret_cast<BulkBarrier *>(shared + plan.bars), parity, ask, rows_of, store);
+    };
+    if constexpr (kWire) sum_into(StoreWire<kType, InPlaces>{{places}});
+    else sum_into(StorePartial<kType, kUnroll, InPlaces>{{places}});
+    __syncthreads(); // the places are read no more
+  }
+  return parity;
+}
+
+// Lane k, if it is the first kept entry of its rank, holds that rank's sum of the token.
+struct HeldSums {
+  int expert, row;
+  __device__ HeldSums() {}
+  __device__ HeldSums(const CombineParams &p, int64_t token, int lane) {
+    const int64_t at = token * p.call.num_topk + lane;
+    const bool is_entry = lane < p.call.num_topk;
+    expert = is_entry ? p.topk_clean[at] : -1;
+    row = is_entry ? p.dst_row[at] : -1;
+  }
+  __device__ Rows rows(const CombineParams &p, const SlotShape &shape, const char *slot, int64_t token, int lane) const {
+    const int rank = expert >= 0 && row >= 0 ? expert / p.num_local_experts : -1;
+    const unsigned same = __match_any_sync(kFullWarp, rank >= 0 ? unsigned(rank) : 0x80000000u | lane);
+    const bool is_first = rank >= 0 && (same & ((1u << lane) - 1)) == 0;
+    int order = 0;
+    for (unsigned left = __ballot_sync(kFullWarp, is_first); left; left &= left - 1)
+      order += __shfl_sync(kFullWarp, rank, __ffs(left) - 1) < rank;
+    return in_order(is_first, order, slot + rank * shape.bytes() + shape.rows() + token * shape.row_bytes, 1.f, false);
+  }
+};
+
+// This rank's tokens, from what all ranks left in its slot.
+template <DType kType, bool kBulk, bool kWire>
+__device__ __noinline__ void receive_sums(const CombineParams &p, const Plan &plan, const SlotShape &shape, char *shared,
+                                          const char *slot, unsigned parity) {
+  constexpr int kUnroll = kBulk ? 1 : 2;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  auto ask = [&](int index) { return HeldSums(p, index, lane); };
+  auto rows_of = [&](int index, const HeldSums &held) { return held.rows(p, shape, slot, index, lane); };
+  auto sum_into = [&](auto store) {
+    gather_sums<kBulk>(plan.receive, {warp * gridDim.x + blockIdx.x, gridDim.x * plan.receive.num_warps}, p.num_tokens,
+                       shared + plan.room, reinterpret_cast<BulkBarrier *>(shared + plan.bars), parity, ask, rows_of, store);
+  };
+  if constexpr (kWire) sum_into(StoreOutOfWire<kType>{p.out, p.bias, p.y_bytes, 0});
+  else sum_into(StoreOut<kType, kUnroll>{p.out, p.bias, p.y_bytes, 0});
+  if (!p.out_scalars) return;
+  const int64_t end = int64_t(p.num_tokens) * p.call.num_topk;
+  for (int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x; at < end; at += int64_t(gridDim.x) * kThreads) {
+    const int expert = p.topk_clean[at];
+    const bool is_kept = expert >= 0 && p.dst_row[at] >= 0;
+    const char *part = slot + (is_kept ? expert / p.num_local_experts : 0) * shape.bytes();
+    p.out_scalars[at] = is_kept ? reinterpret_cast<const float *>(part + shape.scalars())[at] : 0.f;
+  }
+}
+
+template <DType kType, bool kBulk, bool kWire>
+__global__ void __launch_bounds__(kThreads, 1)
+    combine_latency_kernel(const __grid_constant__ CombineParams p, const __grid_constant__ LatencyCall latency,
+                           const __grid_constant__ Plan plan) {
+  extern __shared__ __align__(128) char shared[];
+  const SlotShape shape{p.call.row_bytes, 0, p.num_tokens, p.call.num_topk};
+  SlotCall call(p.call, latency, shape, p.call.tag);
+  if (call.is_broken()) { // a call before this one failed
+    poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
+    return;
+  }
+  char **parts = reinterpret_cast<char **>(shared + plan.parts);
+  int32_t *first_slot = reinterpret_cast<int32_t *>(shared + plan.first_slot);
+  for (int r = threadIdx.x; r < p.call.num_ranks; r += kThreads) parts[r] = call.part_at(r);
+  for (int r = threadIdx.x; r <= p.call.num_ranks; r += kThreads) first_slot[r] = p.recv_offsets[r];
+  if (kBulk && threadIdx.x < 2 * kWarps) bulk_init(reinterpret_cast<BulkBarrier *>(shared + plan.bars) + threadIdx.x);
+  bulk_fence(); // y was written through the generic proxy, by an earlier kernel
+  unsigned parity = 0;
+  // 1 enter
+  bool ok = call.has_started(latency); // and a barrier
+  if (latency.sends) {
+    ok = ok && call.may_send();
+    if (ok) { // 2 send
+      parity = send_sums<kType, kBulk, kWire>(p, plan, shape, shared);
+      call.publish_sent();
+    }
+    if (latency.ticket_result && blockIdx.x == 0 && threadIdx.x < 2)
+      latency.ticket_result[threadIdx.x] = int32_t(uint32_t(call.epoch() >> 32 * threadIdx.x));
+  }
+  if (latency.receives && ok && call.wait_sent()) { // 3 receive
+    bulk_fence(); // sums came through the generic proxy; stages were read through it
+    __syncthreads();
+    receive_sums<kType, kBulk, kWire>(p, plan, shape, shared, call.slot(), parity);
+  }
+  call.end(latency, p.outputs); // 4
+}
+
+using Kernel = void (*)(CombineParams, LatencyCall, Plan);
+template <bool kBulk, bool kWire> Kernel kernel_of(DType type) {
+  switch (type) {
+    case DType::kBF16: return combine_latency_kernel<DType::kBF16, kBulk, kWire>;
+    case DType::kF16: return combine_latency_kernel<DType::kF16, kBulk, kWire>;
+    case DType::kF32: return combine_latency_kernel<DType::kF32, kBulk, kWire>;
+    case DType::kOpaque: break;
+  }
+  return nullptr;
+}
+Kernel kernel_for(DType type, bool use_bulk, bool is_wire) {
+  if (is_wire) return use_bulk ? kernel_of<true, true>(type) : kernel_of<false, true>(type);
+  return use_bulk ? kernel_of<true, false>(type) : kernel_of<false, false>(type);
+}
+
+} // namespace
+
+cudaError_t launch_combine_latency(const CombineParams &p, const LatencyCall &latency, cudaStream_t stream) {
+  if (p.num_blocks < 1 || p.num_blocks > kMaxBlocks || p.call.shape.num_slots < 1) return cudaErrorInvalidConfiguration;
+  const Plan plan = make_plan(p);
+  const Kernel kernel = kernel_for(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
+  if (!kernel || plan.send.num_warps < 1 || plan.receive.num_warps < 1) return cudaErrorInvalidConfiguration;
+  const SlotShape shape{p.call.row_bytes, 0, p.num_tokens, p.call.num_topk};
+  if (p.call.num_ranks * shape.bytes() > p.call.shape.slot_bytes()) return cudaErrorInvalidConfiguration;
+  kernel<<<p.num_blocks, kThreads, plan.bytes, stream>>>(p, latency, plan);
+  return cudaGetLastError();
+}
+
+cudaError_t load_combine_latency_kernels() {
+  int device = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  const bool has_bulk = !e && has_bulk_copies(device);
+  for (DType type : {DType::kBF16, DType::kF16, DType::kF32})
+    for (int variant = 0; variant < 4; ++variant)
+      if (!e && (variant < 2 || has_bulk)) // also loads the kernel's machine code now instead of at its first launch
+        e = cudaFuncSetAttribute(kernel_for(type, variant / 2, variant % 2), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 variant / 2 ? kBulkSharedBytes : kVectorSharedBytes);
+  return e;
+}
+
+} // namespace jax_ep

@@ -1,0 +1,245 @@
+// Dispatch, latency mode: a row goes into a fixed place of the receiver's own memory, chosen by its source and token, so
+// that nobody announces anything first; the receiver finds out from everybody's ids where it belongs, and copies it there.
+// That is one pass over memory more than transport "peer", and two flags' flight less.
+//
+// Grid: num_blocks blocks of 512 threads, one per SM, resident together on all ranks of a GPU (a start or a done alone
+// holds no SM while it waits for the other). Steps (latency.cuh says who publishes what):
+//   1 enter    the slot is free: its last call was received everywhere
+//   2 table    one warp: ids and weights of the block's tokens to every rank, then a flag
+//   3 send     the others: rows to the slots of the ranks that they reach (slot_rows.cuh), then a flag
+//   4 route    wait for everybody's ids; every block works out the order by itself (slot_route.cuh)
+//   5 receive  wait for the rows; a warp loads a row once and stores it to every place in the result; zeros elsewhere
+//   6 end      the last block gives the slot back
+// 2-3: start; 4-5: done; a fused call does both. Idea of fixed slots and a flag with the data: DeepEP's low-latency kernels;
+// of every rank computing the order from all routings: Hybrid-EP.
+#include "cuda/kernels/bulk.h"
+#include "cuda/kernels/slot_route.cuh"
+#include "cuda/kernels/slot_rows.cuh"
+
+namespace jax_ep {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kMoveWarps = kWarps - 1; // the last one sends the table, later zeros
+constexpr int kMaxStage = 4 * 1024;    // bytes of a row that a warp loads at a time
+constexpr int kSmallestPiece = 1024;
+constexpr int kZeroPage = 1024;
+
+// Dynamic shared memory, planned on the host. Sending, routing and receiving use the room one after the other.
+struct Plan {
+  int parts, first_slot, bars, start, kept, zeros, room, bytes;
+  int chunks, copies_table; // of routing
+  int send_pieces, receive_pieces;
+  MovePlan send, receive;
+};
+
+int64_t route_fixed_bytes(int64_t num_experts, int64_t num_ranks) { return num_experts * 8 + num_ranks * 4 + 128; }
+int num_chunks(int num_ranks) { return num_ranks * chunks_per_source(num_ranks, kWarps); }
+
+// Equal pieces of a row, at most `wanted` of them.
+int pieces_of(int64_t row_bytes, int64_t unit, int64_t wanted) {
+  const int64_t units = row_bytes / unit, most = row_bytes / kSmallestPiece;
+  int64_t pieces = wanted < most ? wanted : most;
+  for (; pieces > 1; --pieces)
+    if (units % pieces == 0) return int(pieces);
+  return 1;
+}
+
+MovePlan move_plan(const DispatchParams &p, int64_t piece_bytes, bool quantises, int64_t side_bytes, int64_t room) {
+  MovePlan move{};
+  if (quantises || p.use_bulk) {
+    const int64_t most = quantises && !p.use_bulk ? kMaxStage / 2 : kMaxStage;
+    const int64_t unit = quantises ? 128 * dtype_bytes(p.dtype) : 16, steps = (piece_bytes + most - 1) / most;
+    move.stage_bytes = int(round_up((piece_bytes + steps - 1) / steps, unit));
+    if (quantises) move.quant_bytes = int(move.stage_bytes / dtype_bytes(p.dtype)), move.scale_bytes = int(side_bytes);
+  }
+  const int warp_bytes = move.warp_bytes(p.use_bulk);
+  move.num_warps = warp_bytes && room / warp_bytes < kMoveWarps ? int(room / warp_bytes) : kMoveWarps;
+  return move;
+}
+
+Plan make_plan(const DispatchParams &p, bool is_route) {
+  Plan plan{};
+  int64_t at = 0;
+  auto take = [&](int64_t bytes) { const int64_t here = at; at = round_up(at + bytes, 128); return int(here); };
+  const int64_t num_ranks = p.call.num_ranks;
+  plan.parts = take(num_ranks * 8);
+  plan.first_slot = take((num_ranks + 1) * 4);
+  plan.bars = take(2 * kWarps * sizeof(BulkBarrier));
+  plan.start = take(int64_t(p.num_local_experts) * 4);
+  plan.kept = take(int64_t(p.num_local_experts) * 4);
+  plan.zeros = take(p.use_bulk ? kZeroPage : 0);
+  plan.room = int(at);
+  const int64_t shared = p.use_bulk ? kBulkSharedBytes : kVectorSharedBytes, room = shared - at;
+  const bool quantises = p.quantize != Quantize::kNone;
+  // Enough pieces for every warp of the grid to get one, of what a rank sends or, if all is even, receives.
+  const int64_t warps = int64_t(kMoveWarps) * p.num_blocks, wanted = (warps + p.num_tokens) / (p.num_tokens + 1);
+  plan.send_pieces = pieces_of(p.x_bytes, quantises ? 128 * dtype_bytes(p.dtype) : 16, wanted);
+  plan.receive_pieces = pieces_of(p.call.row_bytes, 16, wanted);
+  plan.send = move_plan(p, p.x_bytes / plan.send_pieces, quantises, p.call.side_bytes / plan.send_pieces, room);
+  plan.receive = move_plan(p, p.call.row_bytes / plan.receive_pieces, false, 0, room);
+  int64_t used = 0;
+  for (const MovePlan &move : {plan.send, plan.receive}) {
+    const int64_t bytes = int64_t(move.num_warps) * move.warp_bytes(p.use_bulk);
+    if (bytes > used) used = bytes;
+  }
+  if (is_route) {
+    const int64_t columns = p.num_experts + num_ranks, table = num_ranks * p.num_tokens * p.call.num_topk * 4;
+    plan.chunks = num_chunks(int(num_ranks));
+    const int64_t counts = route_fixed_bytes(p.num_experts, num_ranks) + plan.chunks * columns * 4;
+    plan.copies_table = counts + table <= room;
+    const int64_t bytes = counts + (plan.copies_table ? table : 0);
+    if (bytes > used) used = bytes;
+  }
+  plan.bytes = int(at + used);
+  return plan;
+}
+
+// Functions of their own: inlined, the loops would cost each other their registers.
+template <bool kBulk, class Source>
+__device__ __noinline__ unsigned move_rows(const DispatchParams &p, const MovePlan &plan, char *room, BulkBarrier *bars,
+                                           unsigned parity, Source source) {
+  if constexpr (kBulk) return move_rows_bulk(p, plan, room, bars, parity, source);
+  else move_rows_vector(p, plan, room, source);
+  return parity;
+}
+
+template <bool kRoute, bool kBulk, bool kQuantize>
+__global__ void __launch_bounds__(kThreads, 1)
+    dispatch_latency_kernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LatencyCall latency,
+                            const __grid_constant__ Plan plan) {
+  extern __shared__ __align__(128) char shared[];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_ranks = p.call.num_ranks;
+  const SlotShape shape{p.call.row_bytes, p.call.side_bytes, p.num_tokens, p.call.num_topk};
+  const int32_t window = kRoute && p.window ? *p.window : -1;
+  SlotCall call(p.call, latency, shape, p.call.tag ^ (uint64_t(uint32_t(window)) + 1) * 0x9e3779b97f4a7c15u);
+  if (call.is_broken()) { // a call before this one failed
+    poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
+    return;
+  }
+  char **parts = reinterpret_cast<char **>(shared + plan.parts);
+  int32_t *first_slot = reinterpret_cast<int32_t *>(shared + plan.first_slot);
+  BulkBarrier *bars = reinterpret_cast<BulkBarrier *>(shared + plan.bars);
+  char *room = shared + plan.room;
+  for (int r = threadIdx.x; r < num_ranks; r += kThreads) parts[r] = call.part_at(r);
+  if constexpr (kBulk) {
+    if (threadIdx.x < 2 * kWarps) bulk_init(bars + threadIdx.x);
+    for (int i = threadIdx.x; i < kZeroPage / 4; i += kThreads) reinterpret_cast<int *>(shared + plan.zeros)[i] = 0;
+    bulk_fence(); // the page was written through the generic proxy, and so was x
+  }
+  unsigned parity = 0;
+  bool pairs_dropped = false;
+
+  // 1 enter
+  bool ok = call.has_started(latency);
+  if (latency.sends) {
+    ok = ok && call.may_send();
+    if (ok) {
+      // 2 table
+      if (warp == kWarps - 1) {
+        send_table<kRoute>(p, parts, shape, lane);
+        if (kRoute) call.publish_routed(lane);
+      }
+      // 3 send
+      const SlotRows<kQuantize> rows(p, parts, shape, plan.send_pieces, plan.send.num_warps);
+      parity = move_rows<kBulk>(p, plan.send, room, bars, parity, rows);
+      call.publish_sent();
+    }
+    if (latency.ticket_result && blockIdx.x == 0 && threadIdx.x < 2)
+      latency.ticket_result[threadIdx.x] = int32_t(uint32_t(call.epoch() >> 32 * threadIdx.x));
+  }
+  if (latency.receives && ok) {
+    OwnRows own{};
+    TokenRange slots{};
+    int32_t *start = reinterpret_cast<int32_t *>(shared + plan.start), *kept = reinterpret_cast<int32_t *>(shared + plan.kept);
+    // 4 route
+    RouteShared route{};
+    if constexpr (kRoute) {
+      int32_t *words = reinterpret_cast<int32_t *>(room), *ranks = words + 2 * p.num_experts;
+      route = {ranks + num_ranks + 32, words, words + p.num_experts, ranks, ranks + num_ranks, plan.chunks};
+      ok = call.wait_routed();
+      if (ok) {
+        Table table{call.slot(), nullptr, shape};
+        if (plan.copies_table) {
+          int32_t *copy = route.positions + plan.chunks * (p.num_experts + num_ranks);
+          table.fill(copy, num_ranks);
+          table.copy = copy;
+        }
+        count_table(p, table, route, first_slot); // begins with a barrier: the copy is there
+        own = own_rows<true>(p, route, start, kept);
+        if (blockIdx.x == 0) write_sizes(p, [&](int s) { return first_slot[s + 1] - first_slot[s]; }, route, own);
+        slots = place_table(p, table, route);
+        pairs_dropped = p.is_token_layout() && route.slots[p.call.rank] != own.num_slots;
+        __syncthreads(); // the sizes are written
+        if (p.is_token_layout())
+          for (int s = threadIdx.x; s <= num_ranks; s += kThreads) first_slot[s] = in_capacity(p, first_slot[s]);
+        bulk_fence();    // the room was read and written through the generic proxy, and is about to be loaded into
+        __syncthreads();
+      }
+    } else {
+      for (int s = threadIdx.x; s <= num_ranks; s += kThreads) first_slot[s] = p.recv_offsets[s];
+      own = own_rows<false>(p, route, start, kept); // ends with a barrier
+      slots = share_of(own.num_slots);
+    }
+    // 5 receive
+    ok = ok && call.wait_sent();
+    if (ok) {
+      bulk_fence(); // sides and, without bulk copies, rows came through the generic proxy
+      const SlotRowsReceived<kQuantize> rows(p, call.slot(), shape, first_slot, slots, plan.receive_pieces, plan.receive.num_warps);
+      move_rows<kBulk>(p, plan.receive, room, bars, parity, rows);
+      zero_rest<kRoute, kBulk>(p, kBulk ? kMoveWarps : 0, shared + plan.zeros, kZeroPage, own);
+    }
+    // 6 end
+    if (call.end(latency, p.outputs) && pairs_dropped) count_pairs(p, own);
+    return;
+  }
+  call.end(latency, p.outputs);
+}
+
+using Kernel = void (*)(DispatchParams, LatencyCall, Plan);
+template <bool kRoute, bool kBulk> Kernel kernel_of(bool quantises) {
+  return quantises ? dispatch_latency_kernel<kRoute, kBulk, true> : dispatch_latency_kernel<kRoute, kBulk, false>;
+}
+Kernel kernel_for(bool is_route, bool use_bulk, bool quantises) {
+  if (is_route) return use_bulk ? kernel_of<true, true>(quantises) : kernel_of<true, false>(quantises);
+  return use_bulk ? kernel_of<false, true>(quantises) : kernel_of<false, false>(quantises);
+}
+
+} // namespace
+
+int max_latency_experts(int num_ranks) {
+  // make_plan's room without bulk copies: per rank a pointer, a first slot, a sum and its counts; per expert start, total
+  // and counts, and its share of the own groups' start and kept.
+  const int chunks = num_chunks(num_ranks);
+  const double room = kVectorSharedBytes - 2048 - num_ranks * double(16 + 4 * chunks);
+  return room < 0 ? 0 : int(room / (8 + 4 * chunks + 8.0 / num_ranks));
+}
+
+cudaError_t launch_dispatch_latency(const DispatchParams &p, const LatencyCall &latency, cudaStream_t stream) {
+  if (p.num_blocks < 1 || p.num_blocks > kMaxBlocks || p.call.shape.num_slots < 1) return cudaErrorInvalidConfiguration;
+  const bool is_route = p.topk_idx != nullptr || p.stats != nullptr || p.window != nullptr;
+  const Plan plan = make_plan(p, is_route);
+  const int64_t most = p.use_bulk ? kBulkSharedBytes : kVectorSharedBytes;
+  if (plan.bytes > most || plan.send.num_warps < 1 || plan.receive.num_warps < 1) return cudaErrorInvalidConfiguration;
+  const SlotShape shape{p.call.row_bytes, p.call.side_bytes, p.num_tokens, p.call.num_topk};
+  if (p.call.num_ranks * shape.bytes() > p.call.shape.slot_bytes()) return cudaErrorInvalidConfiguration;
+  kernel_for(is_route, p.use_bulk, p.quantize != Quantize::kNone)<<<p.num_blocks, kThreads, plan.bytes, stream>>>(p, latency,
+                                                                                                                   plan);
+  return cudaGetLastError();
+}
+
+cudaError_t load_dispatch_latency_kernels() {
+  int device = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  const bool has_bulk = !e && has_bulk_copies(device);
+  for (int variant = 0; variant < 8; ++variant) {
+    const bool use_bulk = variant / 4;
+    if (!e && (!use_bulk || has_bulk)) // also loads the kernel's machine code now instead of at its first launch
+      e = cudaFuncSetAttribute(kernel_for(variant & 1, use_bulk, variant & 2), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               use_bulk ? kBulkSharedBytes : kVectorSharedBytes);
+  }
+  return e;
+}
+
+} // namespace jax_ep
