@@ -34,8 +34,8 @@ JAX_EP_HD int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / un
 //   announce   epoch << 18 | cause << 16 | culprit << 2 | state   in the *receiver's* mailbox, one per source
 //   finish     epoch << 18 | cause << 16 | culprit << 2 | state   in the receiver's arena, one per source
 //   ready/free epoch << 24 | rounds done                          in the receiver's arena, one per partner (staged)
-//   routed     epoch << 20 | tag                                  latency mode: in the receiver's arena, one per slot,
-//   sent                                                          source and block of the source
+//   routed     epoch << 20 | tag                                  latency mode: in the receiver's arena, one per slot, source
+//   sent       epoch << 20 | tag                                  ... and block of the source
 //   credit     epoch                                              latency mode: in the source's arena, one per slot, receiver
 //
 // `culprit` is the rank that a leaver was waiting for (or that ran another program: `cause` 1), passed on from leaver
@@ -109,10 +109,10 @@ struct ArenaShape {
   JAX_EP_HD int64_t finish() const { return sizeof(Control); }                        // u64 [num_ranks]
   JAX_EP_HD int64_t ready() const { return finish() + flags(); }                      // u64 [num_ranks]
   JAX_EP_HD int64_t free_() const { return ready() + flags(); }                       // u64 [num_ranks]
-  JAX_EP_HD int64_t routed() const { return free_() + flags(); }                      // u64 [num_slots][num_ranks][kMaxBlocks]
-  JAX_EP_HD int64_t sent() const { return routed() + block_flags(); }                 // likewise
-  JAX_EP_HD int64_t credit() const { return sent() + block_flags(); }                 // u64 [num_slots][num_ranks]
-  JAX_EP_HD int64_t mailbox() const { return credit() + round_up(int64_t(num_slots) * num_ranks * 8, 128); } // [2][num_ranks]
+  JAX_EP_HD int64_t routed() const { return free_() + flags(); }                      // u64 [num_slots][num_ranks]
+  JAX_EP_HD int64_t credit() const { return routed() + slot_flags(); }                // u64 [num_slots][num_ranks]
+  JAX_EP_HD int64_t sent() const { return credit() + slot_flags(); }                  // u64 [num_slots][num_ranks][kMaxBlocks]
+  JAX_EP_HD int64_t mailbox() const { return sent() + int64_t(num_slots) * num_ranks * kMaxBlocks * 8; } // [2][num_ranks]
                                                                                       // announce + counts
   JAX_EP_HD int64_t announce_stride() const { return sizeof(Announce) + int64_t(count_words) * 4; }
   JAX_EP_HD int64_t announce(uint64_t epoch, int source) const {                      // alternates by epoch parity
@@ -123,17 +123,14 @@ struct ArenaShape {
   JAX_EP_HD int64_t staging() const { return round_up(workspace() + int64_t(kMaxBlocks) * count_words * 4, 1024); }
   JAX_EP_HD int64_t bytes() const { return staging() + staging_bytes; }
 
-  // Latency mode. The slot of a call, and its flag words by source and block of the source.
+  // Latency mode: the slot of a call.
   JAX_EP_HD int slot_of(uint64_t epoch) const { return int(epoch % uint64_t(num_slots)); }
   JAX_EP_HD int64_t slot_bytes() const { return staging_bytes / num_slots / 1024 * 1024; }
   JAX_EP_HD int64_t slot(int index) const { return staging() + index * slot_bytes(); }
-  JAX_EP_HD int64_t block_flag(int slot, int source, int block) const { // from routed() or sent()
-    return ((int64_t(slot) * num_ranks + source) * kMaxBlocks + block) * 8;
-  }
 
  private:
   JAX_EP_HD int64_t flags() const { return round_up(int64_t(num_ranks) * 8, 128); }
-  JAX_EP_HD int64_t block_flags() const { return int64_t(num_slots) * num_ranks * kMaxBlocks * 8; }
+  JAX_EP_HD int64_t slot_flags() const { return round_up(int64_t(num_slots) * num_ranks * 8, 128); }
 };
 
 // The size classes that serve a call. `row_bytes`: of a row as it crosses, with its side array.
@@ -170,17 +167,22 @@ JAX_EP_HD ArenaShape arena_shape(int num_ranks, int num_experts, int64_t row_byt
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Latency mode: what one source leaves in a slot of a receiver. Places are by token, so that a source needs no count
-// before it sends; a token that does not go to the receiver leaves its place untouched.
-//   dispatch: every token's ids and weights, and the rows (with their sides) of those that go there
+// Latency mode: what one source leaves in a slot of a receiver. Rows lie by token, so that a source needs no count before it
+// sends them; a token that does not go to the receiver leaves its place untouched. "Arrivals": the source's tokens that go
+// there, in order; only as many as there are are written.
+//   dispatch: the source's counts, its arrivals, all weights by token, and the rows (with their sides) of the arrivals
 //   combine:  the partial sums of the tokens of the *receiver*, and their scalars
 struct SlotShape {
   int64_t row_bytes, side_bytes; // of a row as it crosses, and of what lies beside it
   int64_t num_tokens;
-  int32_t num_topk;
-  JAX_EP_HD int64_t ids() const { return 0; }                                      // i32 [T, K], -1: not routed
-  JAX_EP_HD int64_t scalars() const { return table_bytes(); }                      // f32 [T, K]
-  JAX_EP_HD int64_t rows() const { return 2 * table_bytes(); }                     // [T, row_bytes]
+  int32_t num_topk, num_columns; // num_experts + num_ranks
+  JAX_EP_HD int64_t counts() const { return 0; }                                         // i32 [E + R]
+  JAX_EP_HD int64_t tokens() const { return round_up(int64_t(num_columns) * 4, 128); }   // i32 [arrivals] token
+  JAX_EP_HD int64_t experts() const { return tokens() + round_up(num_tokens * 4, 128); } // i32 [arrivals, K] local, -1: elsewhere
+  JAX_EP_HD int64_t places() const { return experts() + table_bytes(); }                 // i32 [arrivals, K] number of the source's
+                                                                                         // earlier entries for the expert
+  JAX_EP_HD int64_t scalars() const { return places() + table_bytes(); }                 // f32 [T, K]
+  JAX_EP_HD int64_t rows() const { return scalars() + table_bytes(); }                   // [T, row_bytes]
   JAX_EP_HD int64_t sides() const { return rows() + round_up(num_tokens * row_bytes, 128); } // [T, side_stride]
   JAX_EP_HD int64_t side_stride() const { return round_up(side_bytes, 16); }
   JAX_EP_HD int64_t bytes() const { return sides() + round_up(num_tokens * side_stride(), 128); } // of one source
@@ -192,7 +194,8 @@ struct SlotShape {
 JAX_EP_HD ArenaShape latency_arena_shape(int num_ranks, int num_experts, int64_t row_bytes, int num_topk,
                                          int64_t num_tokens, int num_slots) {
   ArenaShape s = arena_shape(num_ranks, num_experts, 16, 1, 1);
-  const int64_t source = SlotShape{row_bytes, 0, num_tokens, num_topk}.bytes() + 256; // wherever a side cuts the row
+  const SlotShape whole{row_bytes, 0, num_tokens, num_topk, num_experts + num_ranks};
+  const int64_t source = whole.bytes() + 256; // wherever a side cuts the row
   s.num_slots = num_slots, s.staging_bytes = int64_t(num_slots) << 20;
   while (s.slot_bytes() < num_ranks * source) s.staging_bytes *= 2;
   return s;

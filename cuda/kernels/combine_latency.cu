@@ -27,6 +27,9 @@ struct Plan {
   GatherPlan send, receive;
 };
 
+// Sums lie in the slot as rows do; there are no counts.
+JAX_EP_HD SlotShape slot_shape(const CombineParams &p) { return {p.call.row_bytes, 0, p.num_tokens, p.call.num_topk, 0}; }
+
 Plan make_plan(const CombineParams &p) {
   Plan plan{};
   int64_t at = 0;
@@ -104,6 +107,7 @@ __device__ __noinline__ unsigned send_sums(const CombineParams &p, const Plan &p
     else sum_into(StorePartial<kType, kUnroll, InPlaces>{{places}});
     __syncthreads(); // the places are read no more
   }
+  __syncthreads();
   return parity;
 }
 
@@ -157,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     combine_latency_kernel(const __grid_constant__ CombineParams p, const __grid_constant__ LatencyCall latency,
                            const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) char shared[];
-  const SlotShape shape{p.call.row_bytes, 0, p.num_tokens, p.call.num_topk};
+  const SlotShape shape = slot_shape(p);
   SlotCall call(p.call, latency, shape, p.call.tag);
   if (call.is_broken()) { // a call before this one failed
     poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
@@ -171,20 +175,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   bulk_fence(); // y was written through the generic proxy, by an earlier kernel
   unsigned parity = 0;
   // 1 enter
-  bool ok = call.has_started(latency); // and a barrier
-  if (latency.sends) {
-    ok = ok && call.may_send();
-    if (ok) { // 2 send
-      parity = send_sums<kType, kBulk, kWire>(p, plan, shape, shared);
-      call.publish_sent();
-    }
-    if (latency.ticket_result && blockIdx.x == 0 && threadIdx.x < 2)
-      latency.ticket_result[threadIdx.x] = int32_t(uint32_t(call.epoch() >> 32 * threadIdx.x));
+  bool ok = call.enter(latency); // and a barrier
+  if (ok && latency.sends) { // 2 send
+    parity = send_sums<kType, kBulk, kWire>(p, plan, shape, shared); // ends with a barrier behind all stores
+    call.publish_sent();
   }
-  if (latency.receives && ok && call.wait_sent()) { // 3 receive
-    bulk_fence(); // sums came through the generic proxy; stages were read through it
-    __syncthreads();
-    receive_sums<kType, kBulk, kWire>(p, plan, shape, shared, call.slot(), parity);
+  if (latency.ticket_result && blockIdx.x == 0 && threadIdx.x < 2)
+    latency.ticket_result[threadIdx.x] = int32_t(uint32_t(call.epoch() >> 32 * threadIdx.x));
+  if (ok && latency.receives) { // 3 receive
+    bulk_fence(); // stages were read and written through the generic proxy
+    if (call.wait_sent()) { // and a barrier
+      bulk_fence(); // sums came through the generic proxy
+      receive_sums<kType, kBulk, kWire>(p, plan, shape, shared, call.slot(), parity);
+    }
   }
   call.end(latency, p.outputs); // 4
 }
@@ -211,7 +214,7 @@ cudaError_t launch_combine_latency(const CombineParams &p, const LatencyCall &la
   const Plan plan = make_plan(p);
   const Kernel kernel = kernel_for(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
   if (!kernel || plan.send.num_warps < 1 || plan.receive.num_warps < 1) return cudaErrorInvalidConfiguration;
-  const SlotShape shape{p.call.row_bytes, 0, p.num_tokens, p.call.num_topk};
+  const SlotShape shape = slot_shape(p);
   if (p.call.num_ranks * shape.bytes() > p.call.shape.slot_bytes()) return cudaErrorInvalidConfiguration;
   kernel<<<p.num_blocks, kThreads, plan.bytes, stream>>>(p, latency, plan);
   return cudaGetLastError();

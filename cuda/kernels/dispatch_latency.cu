@@ -3,15 +3,14 @@
 // That is one pass over memory more than transport "peer", and two flags' flight less.
 //
 // Grid: num_blocks blocks of 512 threads, one per SM, resident together on all ranks of a GPU (a start or a done alone
-// holds no SM while it waits for the other). Steps (latency.cuh says who publishes what):
-//   1 enter    the slot is free: its last call was received everywhere
-//   2 table    one warp: ids and weights of the block's tokens to every rank, then a flag
-//   3 send     the others: rows to the slots of the ranks that they reach (slot_rows.cuh), then a flag
-//   4 route    wait for everybody's ids; every block works out the order by itself (slot_route.cuh)
+// holds no SM while it waits for the other). The last block is the router. Steps (latency.cuh says who publishes what):
+//   1 enter    a start's slot is free
+//   2 route    router: counts the rank's tokens, tells every rank its arrivals, then a flag (slot_route.cuh)
+//   3 send     the others: rows to the slots of the ranks that they reach (slot_rows.cuh), then a flag of each block
+//   4 place    wait for everybody's arrivals; every block works out its share of the order by itself
 //   5 receive  wait for the rows; a warp loads a row once and stores it to every place in the result; zeros elsewhere
 //   6 end      the last block gives the slot back
-// 2-3: start; 4-5: done; a fused call does both. Idea of fixed slots and a flag with the data: DeepEP's low-latency kernels;
-// of every rank computing the order from all routings: Hybrid-EP.
+// 2-3: start; 4-5: done; a fused call does both. Idea of fixed slots and a flag with the data: DeepEP's low-latency kernels.
 #include "cuda/kernels/bulk.h"
 #include "cuda/kernels/slot_route.cuh"
 #include "cuda/kernels/slot_rows.cuh"
@@ -21,21 +20,18 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kMoveWarps = kWarps - 1; // the last one sends the table, later zeros
+constexpr int kMoveWarps = kWarps - 1; // the last one sends weights, later zeros
 constexpr int kMaxStage = 4 * 1024;    // bytes of a row that a warp loads at a time
 constexpr int kSmallestPiece = 1024;
 constexpr int kZeroPage = 1024;
 
 // Dynamic shared memory, planned on the host. Sending, routing and receiving use the room one after the other.
 struct Plan {
-  int parts, first_slot, bars, start, kept, zeros, room, bytes;
-  int chunks, copies_table; // of routing
+  int parts, first_slot, invalid, bars, start, kept, zeros, room, bytes;
+  SlotRoutePlan route;
   int send_pieces, receive_pieces;
   MovePlan send, receive;
 };
-
-int64_t route_fixed_bytes(int64_t num_experts, int64_t num_ranks) { return num_experts * 8 + num_ranks * 4 + 128; }
-int num_chunks(int num_ranks) { return num_ranks * chunks_per_source(num_ranks, kWarps); }
 
 // Equal pieces of a row, at most `wanted` of them.
 int pieces_of(int64_t row_bytes, int64_t unit, int64_t wanted) {
@@ -66,6 +62,7 @@ Plan make_plan(const DispatchParams &p, bool is_route) {
   const int64_t num_ranks = p.call.num_ranks;
   plan.parts = take(num_ranks * 8);
   plan.first_slot = take((num_ranks + 1) * 4);
+  plan.invalid = take(4);
   plan.bars = take(2 * kWarps * sizeof(BulkBarrier));
   plan.start = take(int64_t(p.num_local_experts) * 4);
   plan.kept = take(int64_t(p.num_local_experts) * 4);
@@ -85,12 +82,8 @@ Plan make_plan(const DispatchParams &p, bool is_route) {
     if (bytes > used) used = bytes;
   }
   if (is_route) {
-    const int64_t columns = p.num_experts + num_ranks, table = num_ranks * p.num_tokens * p.call.num_topk * 4;
-    plan.chunks = num_chunks(int(num_ranks));
-    const int64_t counts = route_fixed_bytes(p.num_experts, num_ranks) + plan.chunks * columns * 4;
-    plan.copies_table = counts + table <= room;
-    const int64_t bytes = counts + (plan.copies_table ? table : 0);
-    if (bytes > used) used = bytes;
+    plan.route = SlotRoutePlan::make(int(num_ranks), p.num_experts, p.call.num_topk, p.num_tokens, room);
+    if (plan.route.bytes > used) used = plan.route.bytes;
   }
   plan.bytes = int(at + used);
   return plan;
@@ -111,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                             const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_ranks = p.call.num_ranks;
-  const SlotShape shape{p.call.row_bytes, p.call.side_bytes, p.num_tokens, p.call.num_topk};
+  const SlotShape shape{p.call.row_bytes, p.call.side_bytes, p.num_tokens, p.call.num_topk, p.num_experts + num_ranks};
   const int32_t window = kRoute && p.window ? *p.window : -1;
   SlotCall call(p.call, latency, shape, p.call.tag ^ (uint64_t(uint32_t(window)) + 1) * 0x9e3779b97f4a7c15u);
   if (call.is_broken()) { // a call before this one failed
@@ -122,6 +115,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   int32_t *first_slot = reinterpret_cast<int32_t *>(shared + plan.first_slot);
   BulkBarrier *bars = reinterpret_cast<BulkBarrier *>(shared + plan.bars);
   char *room = shared + plan.room;
+  const SlotRoute route(p, room, first_slot, reinterpret_cast<int32_t *>(shared + plan.invalid));
+  const bool is_router = kRoute && blockIdx.x == gridDim.x - 1;
   for (int r = threadIdx.x; r < num_ranks; r += kThreads) parts[r] = call.part_at(r);
   if constexpr (kBulk) {
     if (threadIdx.x < 2 * kWarps) bulk_init(bars + threadIdx.x);
@@ -129,72 +124,66 @@ __global__ void __launch_bounds__(kThreads, 1)
     bulk_fence(); // the page was written through the generic proxy, and so was x
   }
   unsigned parity = 0;
-  bool pairs_dropped = false;
+  OwnRows own{};
+  bool has_cut_slots = false;
 
   // 1 enter
-  bool ok = call.has_started(latency);
-  if (latency.sends) {
-    ok = ok && call.may_send();
-    if (ok) {
-      // 2 table
-      if (warp == kWarps - 1) {
-        send_table<kRoute>(p, parts, shape, lane);
-        if (kRoute) call.publish_routed(lane);
-      }
-      // 3 send
-      const SlotRows<kQuantize> rows(p, parts, shape, plan.send_pieces, plan.send.num_warps);
-      parity = move_rows<kBulk>(p, plan.send, room, bars, parity, rows);
-      call.publish_sent();
-    }
-    if (latency.ticket_result && blockIdx.x == 0 && threadIdx.x < 2)
-      latency.ticket_result[threadIdx.x] = int32_t(uint32_t(call.epoch() >> 32 * threadIdx.x));
+  bool ok = call.enter(latency); // and a barrier
+  if (ok && is_router) { // 2 route
+    count_own(p, plan.route, shape, room, latency.sends ? parts : nullptr, route.invalid); // ends with a barrier
+    if (latency.sends) call.publish_routed();
   }
-  if (latency.receives && ok) {
-    OwnRows own{};
-    TokenRange slots{};
+  if (ok && latency.sends) { // 3 send
+    if (warp == kWarps - 1) send_weights(p, parts, shape, lane);
+    const int senders = kRoute && gridDim.x > 1 ? gridDim.x - 1 : gridDim.x;
+    bulk_fence(); // the router's room was used through the generic proxy
+    __syncthreads();
+    if (int(blockIdx.x) < senders) {
+      const SlotRows<kQuantize> rows(p, parts, shape, plan.send_pieces, plan.send.num_warps, senders);
+      parity = move_rows<kBulk>(p, plan.send, room, bars, parity, rows);
+    }
+    __syncthreads(); // behind all stores
+    call.publish_sent();
+  }
+  if (latency.ticket_result && blockIdx.x == 0 && threadIdx.x < 2)
+    latency.ticket_result[threadIdx.x] = int32_t(uint32_t(call.epoch() >> 32 * threadIdx.x));
+  if (ok && latency.receives) {
     int32_t *start = reinterpret_cast<int32_t *>(shared + plan.start), *kept = reinterpret_cast<int32_t *>(shared + plan.kept);
-    // 4 route
-    RouteShared route{};
+    TokenRange slots{};
+    // 4 place
     if constexpr (kRoute) {
-      int32_t *words = reinterpret_cast<int32_t *>(room), *ranks = words + 2 * p.num_experts;
-      route = {ranks + num_ranks + 32, words, words + p.num_experts, ranks, ranks + num_ranks, plan.chunks};
       ok = call.wait_routed();
       if (ok) {
-        Table table{call.slot(), nullptr, shape};
-        if (plan.copies_table) {
-          int32_t *copy = route.positions + plan.chunks * (p.num_experts + num_ranks);
-          table.fill(copy, num_ranks);
-          table.copy = copy;
+        sum_counts(p, shape, call.slot(), route);
+        own = own_rows<true>(p, route.shared(), start, kept);
+        has_cut_slots = p.is_token_layout() && route.slots[p.call.rank] != own.num_slots;
+        slots = place_arrivals(p, shape, call.slot(), route);
+        if (is_router) {
+          write_sizes(p, [&](int s) { return first_slot[s + 1] - first_slot[s]; }, route.shared(), own);
+          finish_own(p, route);
         }
-        count_table(p, table, route, first_slot); // begins with a barrier: the copy is there
-        own = own_rows<true>(p, route, start, kept);
-        if (blockIdx.x == 0) write_sizes(p, [&](int s) { return first_slot[s + 1] - first_slot[s]; }, route, own);
-        slots = place_table(p, table, route);
-        pairs_dropped = p.is_token_layout() && route.slots[p.call.rank] != own.num_slots;
-        __syncthreads(); // the sizes are written
+        __syncthreads(); // slots are placed, first slots read
         if (p.is_token_layout())
           for (int s = threadIdx.x; s <= num_ranks; s += kThreads) first_slot[s] = in_capacity(p, first_slot[s]);
-        bulk_fence();    // the room was read and written through the generic proxy, and is about to be loaded into
-        __syncthreads();
       }
     } else {
       for (int s = threadIdx.x; s <= num_ranks; s += kThreads) first_slot[s] = p.recv_offsets[s];
-      own = own_rows<false>(p, route, start, kept); // ends with a barrier
-      slots = share_of(own.num_slots);
+      own = own_rows<false>(p, route.shared(), start, kept); // ends with a barrier
+      slots = {int(int64_t(own.num_slots) * blockIdx.x / gridDim.x), int(int64_t(own.num_slots) * (blockIdx.x + 1) / gridDim.x)};
     }
+    bulk_fence(); // the room was read and written through the generic proxy
     // 5 receive
-    ok = ok && call.wait_sent();
+    ok = ok && call.wait_sent(); // and a barrier
     if (ok) {
       bulk_fence(); // sides and, without bulk copies, rows came through the generic proxy
-      const SlotRowsReceived<kQuantize> rows(p, call.slot(), shape, first_slot, slots, plan.receive_pieces, plan.receive.num_warps);
+      const SlotRowsReceived<kQuantize> rows(p, call.slot(), shape, first_slot, slots, plan.receive_pieces,
+                                             plan.receive.num_warps);
       move_rows<kBulk>(p, plan.receive, room, bars, parity, rows);
       zero_rest<kRoute, kBulk>(p, kBulk ? kMoveWarps : 0, shared + plan.zeros, kZeroPage, own);
     }
-    // 6 end
-    if (call.end(latency, p.outputs) && pairs_dropped) count_pairs(p, own);
-    return;
   }
-  call.end(latency, p.outputs);
+  // 6 end
+  if (call.end(latency, p.outputs) && has_cut_slots) count_pairs(p, own);
 }
 
 using Kernel = void (*)(DispatchParams, LatencyCall, Plan);
@@ -209,11 +198,10 @@ Kernel kernel_for(bool is_route, bool use_bulk, bool quantises) {
 } // namespace
 
 int max_latency_experts(int num_ranks) {
-  // make_plan's room without bulk copies: per rank a pointer, a first slot, a sum and its counts; per expert start, total
-  // and counts, and its share of the own groups' start and kept.
-  const int chunks = num_chunks(num_ranks);
-  const double room = kVectorSharedBytes - 2048 - num_ranks * double(16 + 4 * chunks);
-  return room < 0 ? 0 : int(room / (8 + 4 * chunks + 8.0 / num_ranks));
+  // make_plan's room without bulk copies, 32 tokens a segment: per rank a pointer, a first slot and two sums; per expert
+  // start, total and two more, and its share of the own groups' start and kept.
+  const double room = kVectorSharedBytes - 2048 - 32 * kMaxTopk * 4 - num_ranks * 24.0;
+  return room < 0 ? 0 : int(room / (16 + 8.0 / num_ranks));
 }
 
 cudaError_t launch_dispatch_latency(const DispatchParams &p, const LatencyCall &latency, cudaStream_t stream) {
@@ -222,7 +210,7 @@ cudaError_t launch_dispatch_latency(const DispatchParams &p, const LatencyCall &
   const Plan plan = make_plan(p, is_route);
   const int64_t most = p.use_bulk ? kBulkSharedBytes : kVectorSharedBytes;
   if (plan.bytes > most || plan.send.num_warps < 1 || plan.receive.num_warps < 1) return cudaErrorInvalidConfiguration;
-  const SlotShape shape{p.call.row_bytes, p.call.side_bytes, p.num_tokens, p.call.num_topk};
+  const SlotShape shape{p.call.row_bytes, p.call.side_bytes, p.num_tokens, p.call.num_topk, p.num_experts + p.call.num_ranks};
   if (p.call.num_ranks * shape.bytes() > p.call.shape.slot_bytes()) return cudaErrorInvalidConfiguration;
   kernel_for(is_route, p.use_bulk, p.quantize != Quantize::kNone)<<<p.num_blocks, kThreads, plan.bytes, stream>>>(p, latency,
                                                                                                                    plan);

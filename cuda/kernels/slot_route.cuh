@@ -1,8 +1,8 @@
-// Routing in latency mode: every block works out alone, from the ids that all ranks left in this rank's slot, where rows go.
+// Routing in latency mode. One block of each rank, the router, counts the rank's own tokens and tells every rank which of
+// them arrive there and in which places among this source's; from all sources' counts every block then knows every place.
 //
-// The tokens of all ranks, by source, are cut into chunks, one or more for each source; a warp counts a chunk at a time,
-// sums over the chunks before give its places (route.cuh: the same counting, the same order). Each block then writes
-// what its share of this rank's tokens, and its share of all tokens, put into the handle.
+// Counting is by bitmaps [E + R][tokens]: a bit says that a token goes to an expert, or to a rank, so the number of bits
+// before it is its place. No order of threads matters. An expert that repeats within a token is counted apart.
 #pragma once
 
 #include "cuda/kernels/latency.cuh"
@@ -10,134 +10,217 @@
 
 namespace jax_ep {
 
-// Chunks of all tokens for `num_warps` warps.
-JAX_EP_HD int chunks_per_source(int num_ranks, int num_warps) { return num_ranks < num_warps ? num_warps / num_ranks : 1; }
+// Shared memory of routing, planned on the host: counting first, then receiving, in the same room.
+struct SlotRoutePlan {
+  int segment; // tokens that are counted at a time, a multiple of 32
+  int bytes;
 
-__device__ __forceinline__ TokenRange share_of(int64_t n) {
-  return {int(n * blockIdx.x / gridDim.x), int(n * (blockIdx.x + 1) / gridDim.x)};
-}
-
-// Last warp of a block: ids (of calls that route) and weights of the block's share of tokens, to every rank.
-template <bool kRoute>
-__device__ __forceinline__ void send_table(const DispatchParams &p, char *const *parts, const SlotShape &shape, int lane) {
-  const TokenRange mine = share_of(p.num_tokens);
-  const int32_t *ids = kRoute ? p.topk_idx : p.topk_clean;
-  for (int64_t i = int64_t(mine.begin) * p.call.num_topk + lane; i < int64_t(mine.end) * p.call.num_topk; i += kWarpSize) {
-    const int id = ids[i];
-    const bool is_valid = id >= 0 && id < p.num_experts;
-    const float weight = p.weights && is_valid ? p.weights[i] : 0.f; // elsewhere it may be anything
-    for (int r = 0; r < p.call.num_ranks; ++r) {
-      if (kRoute) reinterpret_cast<int32_t *>(parts[r] + shape.ids())[i] = is_valid ? id : -1;
-      if (p.weights) reinterpret_cast<float *>(parts[r] + shape.scalars())[i] = weight;
-    }
-  }
-}
-
-// The ids of all sources: in place, or a copy in shared memory where there is room for it.
-struct Table {
-  const char *sent; // [R] parts of this rank's slot
-  const int32_t *copy; // [R, T, K] or null
-  SlotShape shape;
-  __device__ const int32_t *in_place(int source) const {
-    return reinterpret_cast<const int32_t *>(sent + source * shape.bytes() + shape.ids());
-  }
-  __device__ const int32_t *ids_of(int source) const {
-    return copy ? copy + source * shape.num_tokens * shape.num_topk : in_place(source);
-  }
-  __device__ void fill(int32_t *to, int num_ranks) const {
-    const int64_t per = shape.num_tokens * shape.num_topk;
-    for (int64_t i = threadIdx.x; i < num_ranks * per; i += blockDim.x)
-      to[i] = in_place(int(i / per))[i % per];
+  static SlotRoutePlan make(int num_ranks, int num_experts, int num_topk, int64_t num_tokens, int64_t room) {
+    const int64_t columns = int64_t(num_experts) + num_ranks;
+    SlotRoutePlan plan{int(round_up(num_tokens < 512 ? num_tokens : 512, 32)), 0};
+    if (plan.segment < 32) plan.segment = 32;
+    auto count_bytes = [&] { return columns * 4 * (1 + plan.segment / 32) + int64_t(plan.segment) * num_topk * 4; };
+    while (plan.segment > 32 && count_bytes() > room) plan.segment -= 32;
+    const int64_t receive_bytes = 4 * (4 * int64_t(num_experts) + 2 * num_ranks);
+    plan.bytes = int(count_bytes() > receive_bytes ? count_bytes() : receive_bytes);
+    return plan;
   }
 };
 
-// Counts all tokens: `sh.positions` [chunks][E + R] become the first places of each chunk, `sh.start` and the totals are
-// filled, and `first_slot` [R + 1] of each source in this rank's slots.
-__device__ __forceinline__ void count_table(const DispatchParams &p, const Table &table, RouteShared sh, int32_t *first_slot) {
-  const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks;
-  const int warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
-  const int per_source = chunks_per_source(num_ranks, num_warps), chunks = num_ranks * per_source;
-  for (int i = threadIdx.x; i < chunks * columns; i += blockDim.x) sh.positions[i] = 0;
-  if (threadIdx.x == 0) *sh.invalid = 0;
-  __syncthreads();
-  for (int c = warp; c < chunks; c += num_warps) {
-    const int64_t n = p.num_tokens, part = c % per_source;
-    const TokenRange tokens{int(n * part / per_source), int(n * (part + 1) / per_source)};
-    walk_tokens(p, table.ids_of(c / per_source), tokens, sh.positions + c * columns, [](const Entry &, int, int, int) {});
-  }
-  if (blockIdx.x == 0) // only its own ids can be told from -1
-    for (int64_t i = threadIdx.x; i < int64_t(p.num_tokens) * p.call.num_topk; i += blockDim.x)
-      if (p.topk_idx[i] < -1 || p.topk_idx[i] >= p.num_experts) atomicAdd(sh.invalid, 1);
-  __syncthreads();
-  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-    const bool is_own_slot = c == p.num_experts + p.call.rank;
-    int32_t sum = 0;
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      if (is_own_slot && chunk % per_source == 0) first_slot[chunk / per_source] = sum;
-      const int32_t n = sh.positions[chunk * columns + c];
-      sh.positions[chunk * columns + c] = sum;
-      sum += n;
-    }
-    if (is_own_slot) first_slot[num_ranks] = sum;
-    if (c < p.num_experts) sh.total[c] = sum;
-    else sh.slots[c - p.num_experts] = sum;
-  }
-  __syncthreads();
-  start_groups(p, sh);
+// What receiving needs, in shared memory.
+struct SlotRoute {
+  int32_t *start, *total; // [E] as in RouteShared
+  int32_t *before_own;    // [E] rows of an expert from sources before this rank
+  int32_t *before_here;   // [R, L] of this rank's experts, from sources before each source
+  int32_t *slots;         // [R] slots of each rank
+  int32_t *own_slot;      // [R] ... from sources before this rank
+  int32_t *first_slot;    // [R + 1] of each source, among this rank's
+  int32_t *invalid;       // [1] ids out of range; in the router block
+
+  __device__ SlotRoute(const DispatchParams &p, char *room, int32_t *first_slot_, int32_t *invalid_)
+      : start(reinterpret_cast<int32_t *>(room)), total(start + p.num_experts), before_own(total + p.num_experts),
+        before_here(before_own + p.num_experts), slots(before_here + p.num_experts), own_slot(slots + p.call.num_ranks),
+        first_slot(first_slot_), invalid(invalid_) {}
+  __device__ RouteShared shared() const { return {nullptr, start, total, slots, invalid, 0}; }
+};
+
+template <class T> __device__ __forceinline__ T *at_offset(const char *base, int64_t offset) {
+  return reinterpret_cast<T *>(const_cast<char *>(base) + offset);
 }
 
-// Writes this block's share of the handle, and returns which of this rank's slots are its own to fill.
-__device__ __forceinline__ TokenRange place_table(const DispatchParams &p, const Table &table, RouteShared sh) {
-  __shared__ int s_begin, s_end;
-  const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks, num_topk = p.call.num_topk;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
-  const int per_source = chunks_per_source(num_ranks, num_warps);
-  const TokenRange own = share_of(p.num_tokens), all = share_of(int64_t(p.num_tokens) * num_ranks);
-  for (int64_t i = int64_t(own.begin) * num_ranks + threadIdx.x; i < int64_t(own.end) * num_ranks; i += blockDim.x)
-    p.slot[i] = -1;
-  if (threadIdx.x == 0) s_begin = INT_MAX, s_end = 0;
-  __syncthreads();
-  const int64_t first = window_start(p);
-  const bool is_token_layout = p.is_token_layout(), is_batched = p.layout == Layout::kBatched;
-  auto in_window = [&](int64_t row) { return row >= first && row < first + p.capacity ? int(row - first) : -1; };
-  for (int c = warp; c < num_ranks * per_source; c += num_warps) {
-    const int source = c / per_source;
-    const int64_t n = p.num_tokens, part = c % per_source;
-    TokenRange tokens{int(n * part / per_source), int(n * (part + 1) / per_source)};
-    // Only what comes before the end of a share must be gone through.
-    const TokenRange arriving{int(max(int64_t(all.begin) - source * n, int64_t(0))), int(min(all.end - source * n, n))};
-    const TokenRange leaving = source == p.call.rank ? own : TokenRange{0, 0};
-    auto overlap = [&](TokenRange r) { return max(r.begin, tokens.begin) < min(r.end, tokens.end) ? min(r.end, tokens.end) : 0; };
-    tokens.end = max(overlap(arriving), overlap(leaving));
-    if (tokens.end <= tokens.begin) continue;
-    walk_tokens(p, table.ids_of(source), tokens, sh.positions + c * columns, [&](const Entry &e, int, int row, int place) {
-      if (is_token_layout) place = e.is_first ? in_window(place) : -1;
-      // A token's slot on a rank is counted at its first entry for it.
-      const int slot = __shfl_sync(kFullWarp, place, e.is_valid ? __ffs(e.same_token_rank) - 1 : lane);
-      const unsigned firsts_here = __ballot_sync(kFullWarp, e.is_first && e.rank == p.call.rank);
-      const unsigned of_token = (num_topk == kWarpSize ? kFullWarp : (1u << num_topk) - 1) << (lane / num_topk * num_topk % kWarpSize);
-      const int from = __ffs(firsts_here & of_token) - 1;
-      const int here = __shfl_sync(kFullWarp, place, from < 0 ? lane : from);
-      if (is_token_layout) row = e.is_valid ? slot : -1;
-      else if (e.is_valid) row = in_window(row + sh.start[e.expert]);
-      if (is_batched && row >= 0) row += e.expert % p.num_local_experts * p.capacity;
-      if (!e.is_in_range) return;
-      if (source == p.call.rank && e.token >= own.begin && e.token < own.end) {
-        p.topk_clean[e.at] = e.expert;
-        p.dst_row[e.at] = row;
-        if (e.is_first) p.slot[int64_t(e.token) * num_ranks + e.rank] = slot;
+// Entries side by side in a warp: lane = item * K + k, like Entry in route.cuh. Calls visit(item, k) for n items with all
+// warps of the block.
+template <class Visit> __device__ __forceinline__ void for_items(int n, int num_topk, Visit visit) {
+  const int lane = threadIdx.x % kWarpSize, step = kWarpSize / num_topk;
+  if (lane >= step * num_topk) return;
+  for (int item = int(threadIdx.x / kWarpSize) * step + lane / num_topk; item < n; item += int(blockDim.x / kWarpSize) * step)
+    visit(item, lane % num_topk);
+}
+
+// Router block. Counts this rank's tokens. `parts`: tells every rank its arrivals and the counts (null: a done, whose start
+// did). With results, leaves places within this rank's tokens in dst_row and slot; finish_own makes them final.
+__device__ __noinline__ void count_own(const DispatchParams &p, const SlotRoutePlan &plan, const SlotShape &shape, char *room,
+                                       char *const *parts, int32_t *invalid) {
+  const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk, columns = p.num_experts + num_ranks;
+  const int words = plan.segment / 32;
+  int32_t *count = reinterpret_cast<int32_t *>(room);           // [E + R] of the segments before
+  uint32_t *bits = reinterpret_cast<uint32_t *>(count + columns); // [E + R][words]
+  int32_t *ids = reinterpret_cast<int32_t *>(bits + columns * words); // [segment, K] clean
+  for (int c = threadIdx.x; c < columns; c += blockDim.x) count[c] = 0;
+  if (threadIdx.x == 0) *invalid = 0;
+  for (int first = 0; first < p.num_tokens; first += plan.segment) {
+    const int tokens = min(plan.segment, p.num_tokens - first);
+    for (int i = threadIdx.x; i < columns * words; i += blockDim.x) bits[i] = 0;
+    __syncthreads();
+    bool repeats = false;
+    for (int i = threadIdx.x; i < tokens * num_topk; i += blockDim.x) {
+      const int id = p.topk_idx[int64_t(first) * num_topk + i], token = i / num_topk;
+      const bool is_valid = id >= 0 && id < p.num_experts;
+      if (id < -1 || id >= p.num_experts) atomicAdd(invalid, 1);
+      ids[i] = is_valid ? id : -1;
+      if (p.topk_clean) p.topk_clean[int64_t(first) * num_topk + i] = ids[i];
+      if (!is_valid) continue;
+      const uint32_t bit = 1u << token % 32;
+      repeats |= (atomicOr(&bits[id * words + token / 32], bit) & bit) != 0;
+      atomicOr(&bits[(p.num_experts + id / p.num_local_experts) * words + token / 32], bit);
+    }
+    const bool has_repeats = __syncthreads_or(repeats);
+    auto before = [&](int column, int token) { // bits of the column before the token's, and what earlier segments have
+      const uint32_t *row = bits + column * words;
+      int n = count[column];
+      for (int w = 0; w < token / 32; ++w) n += __popc(row[w]);
+      return n + __popc(row[token / 32] & ((1u << token % 32) - 1));
+    };
+    auto repeated = [&](int id, int end) { // entries [0, end) that repeat this expert within their token
+      int n = 0;
+      for (int i = 0; i < end; ++i) {
+        if (ids[i] != id) continue;
+        for (int j = i / num_topk * num_topk; j < i; ++j)
+          if (ids[j] == id) {
+            ++n;
+            break;
+          }
       }
-      if (from < 0 || here < 0 || e.token < arriving.begin || e.token >= arriving.end) return;
-      const bool is_here = e.is_valid && e.rank == p.call.rank;
-      const int meta = is_token_layout ? e.expert - p.call.rank * p.num_local_experts : row;
-      p.slot_meta[int64_t(here) * num_topk + e.k] = is_here ? meta : -1;
-      if (e.k != 0) return;
-      p.slot_token[here] = e.token;
-      atomicMin(&s_begin, here), atomicMax(&s_end, here + 1);
+      return n;
+    };
+    for_items(tokens * num_ranks, num_topk, [&](int item, int k) {
+      const int token = item / num_ranks, rank = item % num_ranks, i = token * num_topk + k;
+      const bool goes = bits[(p.num_experts + rank) * words + token / 32] >> token % 32 & 1;
+      if (k == 0 && p.slot && !goes) p.slot[int64_t(first + token) * num_ranks + rank] = -1;
+      if (!goes) return;
+      const int id = ids[i], arrival = before(p.num_experts + rank, token);
+      const bool is_there = id >= 0 && id / p.num_local_experts == rank;
+      int place = is_there ? before(id, token) : -1;
+      if (is_there && has_repeats) {
+        place += repeated(id, token * num_topk); // of earlier tokens
+        for (int j = token * num_topk; j < i; ++j) place += ids[j] == id;
+      }
+      if (is_there && p.dst_row) p.dst_row[int64_t(first) * num_topk + i] = place;
+      if (k == 0 && p.slot) p.slot[int64_t(first + token) * num_ranks + rank] = arrival;
+      if (!parts) return;
+      const int64_t at = int64_t(arrival) * num_topk + k;
+      at_offset<int32_t>(parts[rank], shape.experts())[at] = is_there ? id - rank * p.num_local_experts : -1;
+      at_offset<int32_t>(parts[rank], shape.places())[at] = place;
+      if (k == 0) at_offset<int32_t>(parts[rank], shape.tokens())[arrival] = first + token;
     });
+    __syncthreads();
+    for (int c = threadIdx.x; c < columns; c += blockDim.x) {
+      int n = 0;
+      for (int w = 0; w < words; ++w) n += __popc(bits[c * words + w]);
+      if (has_repeats && c < p.num_experts) n += repeated(c, tokens * num_topk);
+      count[c] += n;
+    }
+    __syncthreads();
   }
   __syncthreads();
-  return {min(s_begin, s_end), s_end};
+  if (parts)
+    for (int i = threadIdx.x; i < columns * num_ranks; i += blockDim.x)
+      at_offset<int32_t>(parts[i / columns], shape.counts())[i % columns] = count[i % columns];
+  __syncthreads(); // behind all stores of the table; the room is free
+}
+
+// All blocks, after wait_routed: `sent` is this rank's slot.
+__device__ __forceinline__ void sum_counts(const DispatchParams &p, const SlotShape &shape, const char *sent,
+                                           const SlotRoute &route) {
+  constexpr int kUnroll = 8; // loads under way
+  const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks, first = p.call.rank * p.num_local_experts;
+  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
+    const bool is_expert = c < p.num_experts, is_here = is_expert && c >= first && c < first + p.num_local_experts;
+    int32_t sum = 0;
+    for (int s = 0; s < num_ranks; s += kUnroll) {
+      int32_t n[kUnroll];
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j)
+        n[j] = s + j < num_ranks ? at_offset<const int32_t>(sent + (s + j) * shape.bytes(), shape.counts())[c] : 0;
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) {
+        if (s + j >= num_ranks) break;
+        if (s + j == p.call.rank) (is_expert ? route.before_own[c] : route.own_slot[c - p.num_experts]) = sum;
+        if (is_here) route.before_here[(s + j) * p.num_local_experts + c - first] = sum;
+        if (c == p.num_experts + p.call.rank) route.first_slot[s + j] = sum;
+        sum += n[j];
+      }
+    }
+    if (c == p.num_experts + p.call.rank) route.first_slot[num_ranks] = sum;
+    (is_expert ? route.total[c] : route.slots[c - p.num_experts]) = sum;
+  }
+  __syncthreads();
+  start_groups(p, route.shared());
+}
+
+// A row of the numbering of all rows, in the window of the result; -1 outside.
+__device__ __forceinline__ int in_window(const DispatchParams &p, int64_t row) {
+  row -= window_start(p);
+  return row >= 0 && row < p.capacity ? int(row) : -1;
+}
+__device__ __forceinline__ int final_row(const DispatchParams &p, const SlotRoute &route, int expert, int64_t place) {
+  const int row = in_window(p, route.start[expert] + place);
+  return row >= 0 && p.layout == Layout::kBatched ? row + expert % p.num_local_experts * p.capacity : row;
+}
+
+// Router block: this rank's own entries, from what count_own left.
+__device__ __forceinline__ void finish_own(const DispatchParams &p, const SlotRoute &route) {
+  const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk;
+  for (int64_t i = threadIdx.x; i < int64_t(p.num_tokens) * num_topk; i += blockDim.x) {
+    const int expert = p.topk_clean[i], rank = expert / p.num_local_experts;
+    int row = -1;
+    if (expert >= 0 && p.is_token_layout()) row = in_window(p, route.own_slot[rank] + p.slot[i / num_topk * num_ranks + rank]);
+    else if (expert >= 0) row = final_row(p, route, expert, int64_t(route.before_own[expert]) + p.dst_row[i]);
+    p.dst_row[i] = row;
+  }
+  __syncthreads(); // the places of slots are read
+  for (int64_t i = threadIdx.x; i < int64_t(p.num_tokens) * num_ranks; i += blockDim.x) {
+    int slot = p.slot[i];
+    if (slot >= 0) slot += route.own_slot[i % num_ranks];
+    if (slot >= 0 && p.is_token_layout()) slot = in_window(p, slot);
+    p.slot[i] = slot;
+  }
+}
+
+// This block's share of the slots: writes what the handle says of them; returns which they are. A barrier must follow.
+__device__ __forceinline__ TokenRange place_arrivals(const DispatchParams &p, const SlotShape &shape, const char *sent,
+                                                     const SlotRoute &route) {
+  const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk;
+  const int64_t all = route.first_slot[num_ranks], first = p.is_token_layout() ? min(window_start(p), all) : 0;
+  const int64_t n = (p.is_token_layout() ? min(first + p.capacity, all) : all) - first;
+  const TokenRange mine{int(n * blockIdx.x / gridDim.x), int(n * (blockIdx.x + 1) / gridDim.x)};
+  for_items(mine.end - mine.begin, num_topk, [&](int item, int k) {
+    const int slot = mine.begin + item;
+    int source = 0;
+    while (route.first_slot[source + 1] <= first + slot) ++source;
+    const char *part = sent + source * shape.bytes();
+    const int64_t arrival = first + slot - route.first_slot[source], at = arrival * num_topk + k;
+    const int local = at_offset<const int32_t>(part, shape.experts())[at];
+    const int place = at_offset<const int32_t>(part, shape.places())[at];
+    int meta = local;
+    if (local >= 0 && !p.is_token_layout()) {
+      const int64_t before = route.before_here[source * p.num_local_experts + local];
+      meta = final_row(p, route, p.call.rank * p.num_local_experts + local, before + place);
+    }
+    p.slot_meta[int64_t(slot) * num_topk + k] = meta;
+    if (k == 0) p.slot_token[slot] = at_offset<const int32_t>(part, shape.tokens())[arrival];
+  });
+  return mine;
 }
 
 } // namespace jax_ep

@@ -7,6 +7,19 @@
 
 namespace jax_ep {
 
+// One warp of a block: the weights of the block's share of tokens, to every rank.
+__device__ __forceinline__ void send_weights(const DispatchParams &p, char *const *parts, const SlotShape &shape, int lane) {
+  if (!p.weights) return;
+  const int64_t n = p.num_tokens, num_topk = p.call.num_topk;
+  const int32_t *ids = p.topk_idx ? p.topk_idx : p.topk_clean;
+  const int64_t end = n * (blockIdx.x + 1) / gridDim.x * num_topk;
+  for (int64_t i = n * blockIdx.x / gridDim.x * num_topk + lane; i < end; i += kWarpSize) {
+    const bool is_valid = ids[i] >= 0 && ids[i] < p.num_experts;
+    const float weight = is_valid ? p.weights[i] : 0.f; // elsewhere it may be anything
+    for (int r = 0; r < p.call.num_ranks; ++r) reinterpret_cast<float *>(parts[r] + shape.scalars())[i] = weight;
+  }
+}
+
 // Rows of the operand, to the slots of all ranks that a token reaches. A rank's own are taken from the operand later, unless
 // they are quantised on the way.
 template <bool kQuantizes> struct SlotRows {
@@ -18,9 +31,11 @@ template <bool kQuantizes> struct SlotRows {
   const int32_t *ids;
   int index, step, num_pieces;
 
-  __device__ SlotRows(const DispatchParams &p_, char *const *parts_, const SlotShape &shape_, int pieces, int num_warps)
+  // Blocks [0, num_blocks) send.
+  __device__ SlotRows(const DispatchParams &p_, char *const *parts_, const SlotShape &shape_, int pieces, int num_warps,
+                      int num_blocks)
       : p(p_), parts(parts_), shape(shape_), ids(p_.topk_idx ? p_.topk_idx : p_.topk_clean),
-        index(int(threadIdx.x / kWarpSize) * int(gridDim.x) + int(blockIdx.x)), step(num_warps * int(gridDim.x)),
+        index(int(threadIdx.x / kWarpSize) * num_blocks + int(blockIdx.x)), step(num_warps * num_blocks),
         num_pieces(pieces) {}
 
   __device__ Item next(int lane) {
