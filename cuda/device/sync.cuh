@@ -116,8 +116,7 @@ class Session {
     }
     for (int64_t i = threadIdx.x; i < int64_t(n) * num_counts; i += blockDim.x)
       reinterpret_cast<int32_t *>(mailbox_at(int(i / num_counts), epoch_) + 1)[i % num_counts] = counts[i % num_counts];
-    __threadfence_system(); // every thread's stores above, before the flag of any thread below
-    __syncthreads();
+    __syncthreads(); // every thread's stores above, before the flag of any thread below, whose release covers them
     for (int p = threadIdx.x; p < n; p += blockDim.x)
       // Publishes the announce and counts just pushed, and (combine) the rows this rank prepared before.
       SystemWord<uint64_t>(mailbox_at(p, epoch_)->flag).store(flag_word(epoch_, kAnnounced), cuda::memory_order_release);
@@ -125,28 +124,35 @@ class Session {
 
   // Leader block. Waits for every announce, compares tags, then claims all. False: leave.
   __device__ bool agree() {
-    for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) {
+    bool ok = true; // of this thread: a look at the abort word would cost a trip to memory
+    for (int p = threadIdx.x; p < call_.num_ranks && ok; p += blockDim.x) {
       Announce *a = const_cast<Announce *>(announce_of(p));
       SystemWord<uint64_t> flag(a->flag);
       const uint64_t expected = flag_word(epoch_, kAnnounced);
       uint64_t word = 0;
       // Acquires the peer's announce, its counts, and whatever it released before announcing.
       if (!wait([&](uint64_t *seen) { return flag_epoch(word = *seen = flag.load(cuda::memory_order_acquire)) >= epoch_; },
-                Phase::kAnnounce, p, expected))
-        break;
-      if (word != expected) fail_revoked(Phase::kAnnounce, p, expected, word);
-      else if (a->tag != tag_) fail(Failure::kMismatch, Phase::kAnnounce, p, tag_, a->tag);
+                Phase::kAnnounce, p, expected)) {
+        ok = false;
+      } else if (word != expected) {
+        fail_revoked(Phase::kAnnounce, p, expected, word);
+        ok = false;
+      } else if (a->tag != tag_) {
+        fail(Failure::kMismatch, Phase::kAnnounce, p, tag_, a->tag);
+        ok = false;
+      }
     }
-    if (!__syncthreads_and(!is_aborted())) return false;
+    if (!__syncthreads_and(ok)) return false;
     // A peer's buffers may be touched only while it is inside the call. Claiming makes its departure wait for
     // our finish; a peer that left first has revoked the word and we leave too.
     for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) {
       uint64_t word = flag_word(epoch_, kAnnounced);
       SystemWord<uint64_t> flag(const_cast<Announce *>(announce_of(p))->flag);
-      if (!flag.compare_exchange_strong(word, flag_word(epoch_, kClaimed), cuda::memory_order_acq_rel))
-        fail_revoked(Phase::kClaim, p, flag_word(epoch_, kAnnounced), word);
+      if (flag.compare_exchange_strong(word, flag_word(epoch_, kClaimed), cuda::memory_order_acq_rel)) continue;
+      fail_revoked(Phase::kClaim, p, flag_word(epoch_, kAnnounced), word);
+      ok = false;
     }
-    return __syncthreads_and(!is_aborted());
+    return __syncthreads_and(ok);
   }
 
   // Whether `peer` has left this very call: its rows, credits and buffers are gone. Rounds ask before they go on.
@@ -162,12 +168,14 @@ class Session {
   // leader returns when all that concerns this rank's buffers is over: true with complete data, false after a
   // failure (then no peer writes this rank's buffers any more, unless the record says PeerLost).
   __device__ bool leave() {
-    __threadfence_system(); // this thread's stores to peers, before the finish flag below
-    __syncthreads();
+    __syncthreads(); // every thread's stores to peers, before the fence or the flag of the thread that goes on
     DeviceWord<uint32_t> exited(control_->exited);
     int have_exited = 1;
     if (!is_leader()) {
-      if (threadIdx.x == 0) exited.fetch_add(1, cuda::memory_order_release);
+      if (threadIdx.x == 0) {
+        __threadfence_system(); // the block's stores to peers, before the finish flag that the leader stores
+        exited.fetch_add(1, cuda::memory_order_release);
+      }
       return true;
     }
     if (threadIdx.x == 0) {

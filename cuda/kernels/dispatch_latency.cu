@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_ranks = p.call.num_ranks;
   const SlotShape shape{p.call.row_bytes, p.call.side_bytes, p.num_tokens, p.call.num_topk, p.num_experts + num_ranks};
   const int32_t window = kRoute && p.window ? *p.window : -1;
+  const int64_t first_row = int64_t(max(window, 0)) * p.capacity; // read once: waiting for flags empties the cache
   SlotCall call(p.call, latency, shape, p.call.tag ^ (uint64_t(uint32_t(window)) + 1) * 0x9e3779b97f4a7c15u);
   if (call.is_broken()) { // a call before this one failed
     poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   int32_t *first_slot = reinterpret_cast<int32_t *>(shared + plan.first_slot);
   BulkBarrier *bars = reinterpret_cast<BulkBarrier *>(shared + plan.bars);
   char *room = shared + plan.room;
-  const SlotRoute route(p, room, first_slot, reinterpret_cast<int32_t *>(shared + plan.invalid));
+  const SlotRoute route(p, room, first_slot, reinterpret_cast<int32_t *>(shared + plan.invalid), first_row);
   const bool is_router = kRoute && blockIdx.x == gridDim.x - 1;
   for (int r = threadIdx.x; r < num_ranks; r += kThreads) parts[r] = call.part_at(r);
   if constexpr (kBulk) {
@@ -155,20 +156,20 @@ __global__ void __launch_bounds__(kThreads, 1)
       ok = call.wait_routed();
       if (ok) {
         sum_counts(p, shape, call.slot(), route);
-        own = own_rows<true>(p, route.shared(), start, kept);
+        own = own_rows<true>(p, first_row, route.shared(), start, kept);
         has_cut_slots = p.is_token_layout() && route.slots[p.call.rank] != own.num_slots;
         slots = place_arrivals(p, shape, call.slot(), route);
         if (is_router) {
-          write_sizes(p, [&](int s) { return first_slot[s + 1] - first_slot[s]; }, route.shared(), own);
+          write_sizes(p, first_row, [&](int s) { return first_slot[s + 1] - first_slot[s]; }, route.shared(), own);
           finish_own(p, route);
         }
         __syncthreads(); // slots are placed, first slots read
         if (p.is_token_layout())
-          for (int s = threadIdx.x; s <= num_ranks; s += kThreads) first_slot[s] = in_capacity(p, first_slot[s]);
+          for (int s = threadIdx.x; s <= num_ranks; s += kThreads) first_slot[s] = in_capacity(p, first_row, first_slot[s]);
       }
     } else {
       for (int s = threadIdx.x; s <= num_ranks; s += kThreads) first_slot[s] = p.recv_offsets[s];
-      own = own_rows<false>(p, route.shared(), start, kept); // ends with a barrier
+      own = own_rows<false>(p, first_row, route.shared(), start, kept); // ends with a barrier
       slots = {int(int64_t(own.num_slots) * blockIdx.x / gridDim.x), int(int64_t(own.num_slots) * (blockIdx.x + 1) / gridDim.x)};
     }
     bulk_fence(); // the room was read and written through the generic proxy

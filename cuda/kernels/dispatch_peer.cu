@@ -114,11 +114,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (ok) {
     // 3 place
     if constexpr (kRoute) place_groups(p, session, route);
-    own = own_rows<kRoute>(p, route, reinterpret_cast<int32_t *>(shared + plan.start),
+    const int64_t first_row = window_start(p);
+    own = own_rows<kRoute>(p, first_row, route, reinterpret_cast<int32_t *>(shared + plan.start),
                            reinterpret_cast<int32_t *>(shared + plan.kept));
     if constexpr (kRoute) {
       if (session.is_leader())
-        write_sizes(p, [&](int s) { return session.counts_of(s)[p.num_experts + p.call.rank]; }, route, own);
+        write_sizes(p, first_row, [&](int s) { return session.counts_of(s)[p.num_experts + p.call.rank]; }, route, own);
       place_tokens(p, route);
     }
     // 4 move

@@ -24,13 +24,14 @@ __device__ __forceinline__ WarpSums warp_sums(int32_t value, int lane) {
   return {upto - value, __shfl_sync(kFullWarp, upto, kWarpSize - 1)};
 }
 
-// `at` of all rows in the window of the result, cut to it.
-__device__ __forceinline__ int in_capacity(const DispatchParams &p, int64_t at) {
-  return int(min(max(at - window_start(p), int64_t(0)), int64_t(p.capacity)));
+// `at` of all rows in the window of the result, which begins with row `first`, cut to it.
+__device__ __forceinline__ int in_capacity(const DispatchParams &p, int64_t first, int64_t at) {
+  return int(min(max(at - first, int64_t(0)), int64_t(p.capacity)));
 }
 
+// `first_row`: of the window.
 template <bool kRoute>
-__device__ OwnRows own_rows(const DispatchParams &p, RouteShared sh, int32_t *start, int32_t *kept) {
+__device__ OwnRows own_rows(const DispatchParams &p, int64_t first_row, RouteShared sh, int32_t *start, int32_t *kept) {
   __shared__ int s_end;
   const int first = p.call.rank * p.num_local_experts, num_local = p.num_local_experts;
   const int lane = threadIdx.x % kWarpSize;
@@ -39,14 +40,14 @@ __device__ OwnRows own_rows(const DispatchParams &p, RouteShared sh, int32_t *st
   if constexpr (kRoute) {
     for (int l = threadIdx.x; l < num_local; l += blockDim.x) {
       const int64_t at = sh.start[first + l];
-      const int begin = in_capacity(p, at);
+      const int begin = in_capacity(p, first_row, at);
       start[l] = is_batched ? l * p.capacity : begin;
-      kept[l] = in_capacity(p, at + sh.total[first + l]) - begin;
+      kept[l] = in_capacity(p, first_row, at + sh.total[first + l]) - begin;
     }
     const int last = first + num_local - 1;
-    if (threadIdx.x == 0) s_end = in_capacity(p, sh.start[last] + round_up(sh.total[last], p.alignment));
+    if (threadIdx.x == 0) s_end = in_capacity(p, first_row, sh.start[last] + round_up(sh.total[last], p.alignment));
     const int slots = sh.slots[p.call.rank];
-    num_slots = p.is_token_layout() ? in_capacity(p, slots) : min(slots, p.num_slots);
+    num_slots = p.is_token_layout() ? in_capacity(p, first_row, slots) : min(slots, p.num_slots);
   } else { // a handle is reused: its sizes are already cut to the window
     num_slots = p.recv_offsets[p.call.num_ranks];
     if (threadIdx.x < kWarpSize && !p.is_token_layout()) {
@@ -66,7 +67,8 @@ __device__ OwnRows own_rows(const DispatchParams &p, RouteShared sh, int32_t *st
 // Block 0, routing: the receiver's view of the exchange. One warp per kind of number. `slots_from(s)`: how many of source
 // s's tokens come here.
 template <class SlotsFrom>
-__device__ void write_sizes(const DispatchParams &p, SlotsFrom slots_from, RouteShared sh, const OwnRows &own) {
+__device__ void write_sizes(const DispatchParams &p, int64_t first_row, SlotsFrom slots_from, RouteShared sh,
+                            const OwnRows &own) {
   const int first = p.call.rank * p.num_local_experts, num_local = p.num_local_experts, num_ranks = p.call.num_ranks;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const bool is_token_layout = p.is_token_layout(), is_batched = p.layout == Layout::kBatched;
@@ -76,7 +78,7 @@ __device__ void write_sizes(const DispatchParams &p, SlotsFrom slots_from, Route
     for (int s = lane; s - lane < num_ranks; s += kWarpSize) {
       const WarpSums sums = warp_sums(s < num_ranks ? slots_from(s) : 0, lane);
       const int64_t slot = at + sums.before;
-      if (s < num_ranks) p.recv_offsets[s] = is_token_layout ? in_capacity(p, slot) : int(min(slot, int64_t(p.num_slots)));
+      if (s < num_ranks) p.recv_offsets[s] = is_token_layout ? in_capacity(p, first_row, slot) : int(min(slot, int64_t(p.num_slots)));
       at += sums.total;
     }
     if (lane == 0) {
@@ -89,7 +91,7 @@ __device__ void write_sizes(const DispatchParams &p, SlotsFrom slots_from, Route
       if (l >= num_local) continue;
       const int64_t at = sh.start[first + l];
       const int32_t total = sh.total[first + l], size = int32_t(round_up(total, p.alignment));
-      p.group_sizes[l] = p.layout == Layout::kExpert ? in_capacity(p, at + size) - in_capacity(p, at) : 0;
+      p.group_sizes[l] = p.layout == Layout::kExpert ? in_capacity(p, first_row, at + size) - in_capacity(p, first_row, at) : 0;
       // Token layout: right unless slots are outside the window; count_pairs corrects that case at the end.
       p.counts[l] = is_token_layout ? total : own.kept[l];
       rows += total, kept += own.kept[l], padded += size, fullest = max(fullest, total);
@@ -150,15 +152,17 @@ __device__ void zero_rest(const DispatchParams &p, int first_warp, const char *z
       for (int64_t i = lane; i < side_bytes; i += kWarpSize) p.recv_side[row * side_bytes + i] = 0;
   };
   const bool is_batched = p.layout == Layout::kBatched;
-  if (!p.is_token_layout()) {
+  if (is_batched && p.recv_weights) { // all experts at once: each has only a few
+    for (int64_t row = thread; row < num_rows; row += threads)
+      if (row % p.capacity >= own.kept[row / p.capacity]) p.recv_weights[row] = 0.f;
+  }
+  if (!p.is_token_layout() && (!is_batched || p.zero_tail)) {
     for (int l = 0; l < p.num_local_experts; ++l) {
       const int64_t end = is_batched                     ? int64_t(l + 1) * p.capacity // here the tail of each expert
                           : l + 1 < p.num_local_experts ? own.start[l + 1]
                                                          : own.end;
-      for (int64_t row = own.start[l] + own.kept[l] + id; row < end; row += step) {
-        if (!is_batched || p.zero_tail) zero_row(row);
-      }
-      if (p.recv_weights)
+      for (int64_t row = own.start[l] + own.kept[l] + id; row < end; row += step) zero_row(row);
+      if (p.recv_weights && !is_batched)
         for (int64_t row = own.start[l] + own.kept[l] + thread; row < end; row += threads) p.recv_weights[row] = 0.f;
     }
   }

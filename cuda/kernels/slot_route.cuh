@@ -36,11 +36,12 @@ struct SlotRoute {
   int32_t *own_slot;      // [R] ... from sources before this rank
   int32_t *first_slot;    // [R + 1] of each source, among this rank's
   int32_t *invalid;       // [1] ids out of range; in the router block
+  int64_t first_row;      // of the window
 
-  __device__ SlotRoute(const DispatchParams &p, char *room, int32_t *first_slot_, int32_t *invalid_)
+  __device__ SlotRoute(const DispatchParams &p, char *room, int32_t *first_slot_, int32_t *invalid_, int64_t first_row_)
       : start(reinterpret_cast<int32_t *>(room)), total(start + p.num_experts), before_own(total + p.num_experts),
         before_here(before_own + p.num_experts), slots(before_here + p.num_experts), own_slot(slots + p.call.num_ranks),
-        first_slot(first_slot_), invalid(invalid_) {}
+        first_slot(first_slot_), invalid(invalid_), first_row(first_row_) {}
   __device__ RouteShared shared() const { return {nullptr, start, total, slots, invalid, 0}; }
 };
 
@@ -169,12 +170,12 @@ __device__ __forceinline__ void sum_counts(const DispatchParams &p, const SlotSh
 }
 
 // A row of the numbering of all rows, in the window of the result; -1 outside.
-__device__ __forceinline__ int in_window(const DispatchParams &p, int64_t row) {
-  row -= window_start(p);
+__device__ __forceinline__ int in_window(const DispatchParams &p, const SlotRoute &route, int64_t row) {
+  row -= route.first_row;
   return row >= 0 && row < p.capacity ? int(row) : -1;
 }
 __device__ __forceinline__ int final_row(const DispatchParams &p, const SlotRoute &route, int expert, int64_t place) {
-  const int row = in_window(p, route.start[expert] + place);
+  const int row = in_window(p, route, route.start[expert] + place);
   return row >= 0 && p.layout == Layout::kBatched ? row + expert % p.num_local_experts * p.capacity : row;
 }
 
@@ -184,7 +185,7 @@ __device__ __forceinline__ void finish_own(const DispatchParams &p, const SlotRo
   for (int64_t i = threadIdx.x; i < int64_t(p.num_tokens) * num_topk; i += blockDim.x) {
     const int expert = p.topk_clean[i], rank = expert / p.num_local_experts;
     int row = -1;
-    if (expert >= 0 && p.is_token_layout()) row = in_window(p, route.own_slot[rank] + p.slot[i / num_topk * num_ranks + rank]);
+    if (expert >= 0 && p.is_token_layout()) row = in_window(p, route, route.own_slot[rank] + p.slot[i / num_topk * num_ranks + rank]);
     else if (expert >= 0) row = final_row(p, route, expert, int64_t(route.before_own[expert]) + p.dst_row[i]);
     p.dst_row[i] = row;
   }
@@ -192,7 +193,7 @@ __device__ __forceinline__ void finish_own(const DispatchParams &p, const SlotRo
   for (int64_t i = threadIdx.x; i < int64_t(p.num_tokens) * num_ranks; i += blockDim.x) {
     int slot = p.slot[i];
     if (slot >= 0) slot += route.own_slot[i % num_ranks];
-    if (slot >= 0 && p.is_token_layout()) slot = in_window(p, slot);
+    if (slot >= 0 && p.is_token_layout()) slot = in_window(p, route, slot);
     p.slot[i] = slot;
   }
 }
@@ -201,7 +202,7 @@ __device__ __forceinline__ void finish_own(const DispatchParams &p, const SlotRo
 __device__ __forceinline__ TokenRange place_arrivals(const DispatchParams &p, const SlotShape &shape, const char *sent,
                                                      const SlotRoute &route) {
   const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk;
-  const int64_t all = route.first_slot[num_ranks], first = p.is_token_layout() ? min(window_start(p), all) : 0;
+  const int64_t all = route.first_slot[num_ranks], first = p.is_token_layout() ? min(route.first_row, all) : 0;
   const int64_t n = (p.is_token_layout() ? min(first + p.capacity, all) : all) - first;
   const TokenRange mine{int(n * blockIdx.x / gridDim.x), int(n * (blockIdx.x + 1) / gridDim.x)};
   for_items(mine.end - mine.begin, num_topk, [&](int item, int k) {
