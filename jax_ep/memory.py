@@ -169,8 +169,9 @@ def latency_arena_shape(
     num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, num_tokens: int, num_slots: int
 ) -> tuple[int, int, int]:
     """`(count_words, staging_bytes, num_slots)`, as `latency_arena_shape` of cuda/layout.h."""
-    table_bytes = shapes.round_up(num_tokens * num_topk * 4, _FLAGS_UNIT)
-    source_bytes = 2 * table_bytes + shapes.round_up(num_tokens * row_bytes, _FLAGS_UNIT) + 256
+    # Counts, tokens of the arrivals, their experts and places, weights, rows (SlotShape).
+    parts = ((num_experts + num_ranks) * 4, num_tokens * 4, *3 * (num_tokens * num_topk * 4,), num_tokens * row_bytes)
+    source_bytes = sum(shapes.round_up(n, _FLAGS_UNIT) for n in parts) + 256
     staging_bytes = num_slots << 20
     while staging_bytes // num_slots // _STAGING_UNIT * _STAGING_UNIT < num_ranks * source_bytes:
         staging_bytes *= 2
@@ -187,8 +188,8 @@ def _count_words(num_ranks: int, num_experts: int) -> int:
 def arena_bytes(num_ranks: int, count_words: int, staging_bytes: int, num_slots: int) -> int:
     """Symmetric memory of one rank, as `ArenaShape::bytes` of cuda/layout.h."""
     flags = 3 * shapes.round_up(num_ranks * 8, _FLAGS_UNIT)  # finish, ready, free
-    flags += 2 * num_slots * num_ranks * _MAX_BLOCKS * 8  # routed, sent
-    flags += shapes.round_up(num_slots * num_ranks * 8, _FLAGS_UNIT)  # credit
+    flags += 2 * shapes.round_up(num_slots * num_ranks * 8, _FLAGS_UNIT)  # routed, credit
+    flags += num_slots * num_ranks * _MAX_BLOCKS * 8  # sent
     mailbox = _PARITIES * num_ranks * (_ANNOUNCE_BYTES + count_words * 4)
     workspace = _MAX_BLOCKS * count_words * 4
     return shapes.round_up(_CONTROL_BYTES + flags + mailbox + workspace, _STAGING_UNIT) + staging_bytes
