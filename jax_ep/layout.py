@@ -23,6 +23,11 @@ NUM_STATS = 8
 FUSED_SLOTS = 2  # of latency mode: a fused call waits for its own rows only, so two calls take turns
 
 
+def split_slots(config: Config) -> int:
+    """Slots of an arena for start and done. Never FUSED_SLOTS: fused calls wait for no credit and have arenas apart."""
+    return max(2 * config.max_pending, FUSED_SLOTS + 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """Static facts of a call: hashable, equal on all ranks, part of the compiled program."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ep import _compat, _ffi, bootstrap, tuning
 from jax_ep import group as group_lib
-from jax_ep.layout import FUSED_SLOTS, Spec
+from jax_ep.layout import FUSED_SLOTS, Spec, split_slots
 
 _DTYPE_CODE = {"bfloat16": 0, "float16": 1, "float32": 2}
 _OPAQUE = 3  # rows that are moved and never summed
@@ -135,7 +135,7 @@ def _num_slots(call: Call, groups) -> int:
     """Slots of the call's arena; 0: it takes the throughput kernels. The same on all ranks."""
     spec = call.spec
     if call.part:
-        return 2 * spec.config.max_pending
+        return split_slots(spec.config)
     if spec.mode == "throughput":
         return 0
     too_many = _too_many_experts(spec, "max_latency_experts")

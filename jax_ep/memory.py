@@ -17,7 +17,7 @@ from jax_ep import shapes
 from jax_ep.combine import combine
 from jax_ep.config import Config
 from jax_ep.dispatch import dispatch
-from jax_ep.layout import FUSED_SLOTS, Handle, Recv
+from jax_ep.layout import FUSED_SLOTS, Handle, Recv, split_slots
 from jax_ep.quantize import Quantized
 
 _CONTROL_BYTES = _ANNOUNCE_BYTES = _FLAGS_UNIT = 128
@@ -106,7 +106,7 @@ def buffer_bytes(
             'buffer_bytes: got mode="auto", expected "throughput" or "latency"; which of them it becomes depends on '
             "where the ranks are, so ask about both"
         )
-    num_slots = 2 * config.max_pending if is_split else FUSED_SLOTS if mode == "latency" else 0
+    num_slots = split_slots(config) if is_split else FUSED_SLOTS if mode == "latency" else 0
     is_wire = quantize == "fp8_wire"  # the rows arrive as in "fp8" and are then widened
     traced: dict = {}
 

@@ -89,8 +89,8 @@ def test_absent_rank_is_named(op):
         failure = ranks.failure(rank)
         assert failure["code"] == 1 and failure["peer"] == 2, failure  # PeerTimeout
         assert set(ranks.read(result, rank)) == {0xFF}  # NaN
-    # What the others sent before they left waits for the late rank, which completes this call. In the next one it learns at
-    # once that they have left, without a time-out of its own.
+    # What the others sent before they left waits for the late rank, which completes this call. In the next one it
+    # learns at once that they have left, without a time-out of its own.
     ranks.launch(op, absent=[0, 1, 3])
     ranks.synchronize()
     assert ranks.failure(2)["code"] == 0, ranks.failure(2)
