@@ -18,9 +18,10 @@ def stats() -> dict[str, Any]:
         made here, by ourselves or for a peer; ``symmetric_bytes``: their device memory.
       - ``peers_mapped``, ``pools_mapped``: arenas and XLA pools of other processes that are mapped here;
         ``pools_registered``: own XLA pools that peers can map.
-      - ``calls``: executions of dispatch and combine, one per local device; ``direct_calls``: rows went straight
-        into the receiver's buffers; ``staged_calls``: through staging, for at least one peer; ``vector_calls``: of
-        either kind, without bulk copies.
+      - ``calls``: executions of dispatch and combine, one per local device, a split one when it starts;
+        ``staged_calls``: rows went through staging windows, for at least one peer; ``direct_calls``: they did not, but
+        straight into the receivers' buffers, or in latency mode into their slots; ``vector_calls``: of either kind,
+        without bulk copies.
       - ``dispatch_entered_ns``: ``time.monotonic_ns()`` when XLA last entered a dispatch that routes, on any local
         device: from there to the end of a program is device work, without JAX's and XLA's own start.
       - ``attached``: how often a call site found its arena already bound, while its program was lowered or loaded.

@@ -326,6 +326,16 @@ def test_halves(make_mesh, usable):
     assert {c[4:6] for c in usable if len(c) == 8} == {(1 << 20, 0), (2 << 20, 6)}
 
 
+def test_halves_share_no_arena_with_fused_calls(make_mesh, usable):
+    """Fused calls in an arena of two slots wait for no credit, which a start in between would need."""
+    config = jax_ep.Config(max_pending=1)
+    keys = {}
+    for layer in (split_layer, lambda *args, **kwargs: split_layer(*args, **kwargs, mode="latency")):
+        for target, *_, attributes in split_calls(make_mesh(2), layer, config=config):
+            keys.setdefault(target.rpartition("_")[2], set()).add(re.search(r'key = "(\w+)"', attributes)[1])
+    assert keys["start"] == keys["done"] and not keys["start"] & keys["latency"]
+
+
 def test_no_half_is_alone(make_mesh, usable):
     """Nothing that JAX drops or recomputes leaves a start without its done; neither does a second done exist."""
     remat = lambda policy: lambda *args: split_layer(*args, wrap=functools.partial(jax.checkpoint, policy=policy))

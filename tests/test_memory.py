@@ -102,6 +102,7 @@ def test_arena_of_the_extension(call):
         {"layout": "token", "hidden": 128, "quantize": "fp8_wire", "mode": "latency"},
         {"layout": "expert", "hidden": 256, "quantize": "fp8_ue8m0", "is_split": True},
         {"layout": "token", "config": jax_ep.Config(max_pending=5), "mode": "latency", "is_split": True},
+        {"layout": "expert", "config": jax_ep.Config(max_pending=1), "is_split": True},
     ],
     ids=str,
 )

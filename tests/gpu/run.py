@@ -59,7 +59,7 @@ def stages(cache: str) -> list[Stage]:
     plan += [Stage("R=4 vector", 4, 200, vector), Stage("R=2 vector", 2, 90, (*vector, *some))]
     plan += [Stage("R=2 programs", 2, 90, (programs,), alone), Stage("R=4 programs", 4, 150, (programs,), alone)]
     plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000"), alone)]
-    plan += [Stage("R=4 modes and halves", 4, 150, ("test_split_processes.py",), alone)]
+    plan += [Stage("R=4 modes, halves", 4, 150, ("test_split_processes.py",), alone)]
     plan += [Stage("R=8 training", 8, 120, ("test_training_processes.py",))]
     plan += [Stage("R=2 large", 2, 90, ("test_large_processes.py",))]
     # Every launch waits for its kernel, and all code is loaded when the process starts.
