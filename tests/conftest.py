@@ -15,6 +15,7 @@ GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
 # A skip is a failure unless its reason begins with one of these: a test that silently never runs proves nothing.
 EXPECTED_SKIPS = (
     "needs nvcc",
+    "needs cmake",
     "needs the CUDA extension",
     "needs a CUDA device",
     "needs jax's CUDA plugin",

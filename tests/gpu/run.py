@@ -57,8 +57,9 @@ def stages(cache: str) -> list[Stage]:
     # What GPUs older than sm_90 do, forced.
     vector = (exchange, "--copies", "vector")
     plan += [Stage("R=4 vector", 4, 200, vector), Stage("R=2 vector", 2, 90, (*vector, *some))]
-    plan += [Stage("R=2 programs", 2, 90, (programs,), alone), Stage("R=4 programs", 4, 150, (programs,), alone)]
-    plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000"), alone)]
+    plan += [Stage("R=2 programs", 2, 120, (programs,), alone)]
+    plan += [Stage("R=4 programs", 4, 150, (programs, "-k", "not longer"), alone)]
+    plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000 and not longer"), alone)]
     plan += [Stage("R=4 modes, halves", 4, 150, ("test_split_processes.py",), alone)]
     plan += [Stage("R=8 training", 8, 120, ("test_training_processes.py",))]
     plan += [Stage("R=2 large", 2, 90, ("test_large_processes.py",))]
@@ -70,7 +71,11 @@ def stages(cache: str) -> list[Stage]:
     graphs = {"XLA_FLAGS": f"--xla_gpu_enable_command_buffer={graphs} --xla_gpu_graph_min_graph_size=1"}
     plan += [Stage("R=2 graphs", 2, 90, (programs, "-k", "1000_are or recorded"), graphs)]
     plan += [Stage("faults", 3, 120, ("test_faults_processes.py",))]
+    plan += [Stage("whole jobs", None, 150, ("test_whole_jobs.py",), NO_XLA)]
     plan += [Stage("growing pool", 2, 60, ("test_pool_processes.py",), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})]
+    for allocator in ("cuda_async", "platform"):
+        other = {"XLA_PYTHON_CLIENT_ALLOCATOR": allocator}
+        plan += [Stage(f"allocator {allocator}", 2, 60, ("test_pool_processes.py",), other)]
     plan += [Stage(f"memory, {how}", 8, 60, ("test_memory_processes.py",), cached) for how in ("compiled", "cached")]
     plan += [Stage("ahead of time", None, 120, ("test_ahead_of_time.py",))]
     if launch.num_gpus() > 1:

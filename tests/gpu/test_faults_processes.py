@@ -1,8 +1,10 @@
-"""A rank that never comes, one that comes too late, one that runs another program: the others say so and can go on.
+"""A rank that never comes, one that comes too late, one that runs another program, one with invalid ids under
+debug_checks: they say so and can go on.
 
 One process per rank, at least three; each test begins and ends with a group that works.
 """
 
+import dataclasses
 import time
 
 import jax
@@ -127,3 +129,36 @@ def test_a_rank_that_runs_another_program():
     assert "MismatchError" in kinds, kinds
     jax_ep.reset(timeout_s=60)
     _works(program, args, expected)
+
+
+def test_invalid_ids_under_debug_checks():
+    """B08: the rank whose ids they are says so; results are those of -1, and the group goes on."""
+    on = ranks.mesh()
+    size = on.devices.size
+    config = dataclasses.replace(CONFIG, debug_checks=True)
+    idx = testing.routing("uniform", num_ranks=size, num_tokens=NUM_TOKENS, num_topk=NUM_TOPK, num_experts=4 * size)
+    x = testing.code_rows(size, NUM_TOKENS, HIDDEN, "float32")
+
+    def fn(x, idx):
+        options = dict(axis_name="ep", mode="throughput", config=config, implementation="cuda")
+        recv = jax_ep.dispatch(x, idx, num_experts=4 * size, **options)
+        return jax_ep.combine(recv.x, recv.handle)
+
+    program = testing.on_ranks(fn, on)
+    jax.block_until_ready(program(*ranks.place(on, (x, idx))))
+    jax_ep.check()
+    idx[1, 5, 1] = 4 * size
+    for _ in range(3):
+        out = ranks.local(program(*ranks.place(on, (x, idx))))
+    num_valid = ((idx >= 0) & (idx < 4 * size)).sum(-1)[..., None]
+    testing.same_bits(out, (x * num_valid)[jax.process_index()].astype(np.float32))
+    if jax.process_index() == 1:
+        with pytest.raises(jax_ep.errors.InvalidIdError, match=rf"the first is {4 * size} \(token 5, k 1\)"):
+            jax_ep.check()
+    else:
+        jax_ep.check()
+    ranks.barrier()
+    jax_ep.reset(timeout_s=60)
+    idx[1, 5, 1] = -1
+    testing.same_bits(ranks.local(program(*ranks.place(on, (x, idx)))), out)
+    jax_ep.check()

@@ -42,6 +42,8 @@ def test_all_growth_lies_in_compile():
         return free
 
     before = free()
+    assert jax.eval_shape(testing.on_ranks(fn, on), *args).shape == args[0].shape
+    assert free() == before, "B50: eval_shape takes no memory"
     hits.clear()
     program = testing.on_ranks(fn, on).lower(*args).compile()
     assert bool(hits) == is_cached, f"executable from the cache: {bool(hits)}, expected {is_cached}"

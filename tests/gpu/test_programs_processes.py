@@ -6,6 +6,7 @@ many of them.
 
 import functools
 import random
+import time
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +134,8 @@ def test_groups_within_a_mesh(implementation, order):
 
 
 def test_two_programs_compiled_in_opposite_order(implementation):
-    """Compile time waits for no peer's compile: even ranks compile A then B, odd ranks B then A, then all run both."""
+    """B38: compile time waits for no peer's compile: even ranks compile A then B, odd ranks B then A; then all run both
+    in unequal turns, each rank late at random."""
     on = ranks.mesh()
     size = on.devices.size
     programs, args, expected = {}, {}, {}
@@ -147,9 +149,39 @@ def test_two_programs_compiled_in_opposite_order(implementation):
     compiled = {}
     for name in ("AB", "BA")[jax.process_index() % 2]:
         compiled[name] = programs[name].lower(*args[name]).compile()
-    for name in "ABAB":
+    rng = random.Random(jax.process_index())
+    for call, name in enumerate("ABAABABBBAABABAAAB" * (20 if implementation == "cuda" else 1)):
+        ranks.random_delay(rng)
         _, out = compiled[name](*args[name])
-        testing.same_bits(ranks.local(out), expected[name], f"program {name}")
+        testing.same_bits(ranks.local(out), expected[name], f"program {name}, call {call}")
+
+
+def test_a_rank_that_compiles_longer(implementation):
+    """B58: process 1 comes five seconds later to the first call of a new group; the others compile without it and wait,
+    longer than they wait in later calls."""
+    on = Mesh(np.array(jax.devices()[::-1]), ("ep",))
+    size = on.devices.size
+    if size < 2:
+        pytest.skip("needs 2 ranks")
+    config = jax_ep.Config(first_call_timeout_s=60.0, timeout_s=3.0)
+    options = dict(axis_name="ep", mode="throughput", config=config, implementation=implementation)
+
+    def fn(x, idx):
+        recv = jax_ep.dispatch(x, idx, num_experts=3 * size, **options)
+        return jax_ep.combine(recv.x, recv.handle)
+
+    args = ranks.place(on, (testing.code_rows(size, NUM_TOKENS, HIDDEN, "float32"), _routing(size, "uniform")))
+    ranks.barrier()
+    start = time.monotonic()
+    if jax.process_index() == 1:
+        time.sleep(5)
+    program = testing.on_ranks(fn, on).lower(*args).compile()
+    if jax.process_index() != 1 and implementation == "cuda":
+        assert time.monotonic() - start < 5, "its own compilation took as long, or waited for process 1"
+    for _ in range(3):
+        testing.same_bits(ranks.local(program(*args)), ranks.local(args)[0] * NUM_TOPK)
+    jax_ep.check()
+    assert time.monotonic() - start > 5 or implementation != "cuda"
 
 
 def test_scan_over_checkpointed_layers_has_the_gradients_of_no_checkpoint(implementation):
@@ -202,21 +234,22 @@ def test_operands_in_another_memory_order(implementation):
 
 
 def test_two_micro_batches_in_flight(implementation):
-    """B36: D(a) D(b) C(a) C(b), then C(b) C(a), without data flow between a and b, every rank late at random."""
+    """B36, B44: D(a) D(b) D(c) C(a) C(b) C(c), then the other way round, without data flow between them, every rank
+    late at random; a and c differ in nothing but their rows and routing."""
     on, rng = ranks.mesh(), random.Random(jax.process_index())
     size, me = on.devices.size, jax.process_index()
-    sizes = {"a": (NUM_TOKENS, 3, "expert"), "b": (31, 2, "token")}
+    sizes = {"a": (NUM_TOKENS, 3, "expert"), "b": (31, 2, "token"), "c": (NUM_TOKENS, 3, "expert")}
     arrays, expected = {}, {}
-    for name, (num_tokens, num_topk, layout) in sizes.items():
-        x = testing.random_rows((size, num_tokens, HIDDEN), "float32")
-        routing = dict(num_ranks=size, num_tokens=num_tokens, num_topk=num_topk, num_experts=3 * size)
+    for seed, (name, (num_tokens, num_topk, layout)) in enumerate(sizes.items()):
+        x = testing.random_rows((size, num_tokens, HIDDEN), "float32", seed)
+        routing = dict(num_ranks=size, num_tokens=num_tokens, num_topk=num_topk, num_experts=3 * size, seed=seed)
         arrays[name] = x, testing.routing("masked", **routing)
         oracle = testing.oracle_dispatch(*arrays[name], num_experts=3 * size, layout=layout)
         expected[name] = testing.oracle_combine(oracle, oracle.x)[me]
 
     def fn(arrays):
-        recv = {n: _there_and_back(implementation, 3 * size, sizes[n][2])(*arrays[n])[0] for n in "ab"}
-        orders = enumerate(("ab", "ba"), start=1)
+        recv = {n: _there_and_back(implementation, 3 * size, sizes[n][2])(*arrays[n])[0] for n in "abc"}
+        orders = enumerate(("abc", "cba"), start=1)
         return [{n: jax_ep.combine(recv[n].x * scale, recv[n].handle) for n in order} for scale, order in orders]
 
     args = ranks.place(on, arrays)
@@ -285,6 +318,40 @@ def test_10000_calls_with_changing_routing(implementation):
             ranks.barrier()
     assert wrong == 0
     assert len(set(free)) <= 1, f"(free on the device, used in XLA's pool) early and late: {free}"
+
+
+def test_large_batches_of_one_sender_and_of_all(implementation):
+    """B41: no stale row where many are in flight: in turns rank 0 alone sends, and all do; every row is checked."""
+    on = ranks.mesh()
+    size = on.devices.size
+    num_tokens, num_runs, num_steps = (4096, 10, 10) if implementation == "cuda" else (64, 1, 4)
+
+    def run(seed):
+        rank, token, column = lax.axis_index("ep"), jnp.arange(num_tokens), jnp.arange(256)
+
+        def body(wrong, i):
+            step = seed[0] * num_steps + i
+            code = lambda rank, token: (rank[:, None] * 83 + token[:, None] * 29 + step * 7 + column) % 8191
+            key = jax.random.fold_in(jax.random.key(5), step * size + rank)
+            idx = jax.random.randint(key, (num_tokens, 2), 0, 4 * size)
+            idx = jnp.where((step % 2 == 0) | (rank == 0), idx, -1)
+            rows = code(jnp.full(num_tokens, rank), token).astype(jnp.float32)
+            recv, out = _there_and_back(implementation, 4 * size, "token")(rows, idx)
+            slot = jnp.arange(len(recv.x))
+            source = jnp.searchsorted(recv.handle.recv_offsets, slot, side="right") - 1
+            arrived = jnp.where((slot < recv.handle.recv_offsets[-1])[:, None], code(source, recv.handle.slot_token), 0)
+            num_ranks_of = jax.nn.one_hot(jnp.where(idx >= 0, idx // 4, -1), size).max(1).sum(1)
+            wrong += (recv.x != arrived).any(1).sum() + (out != rows * num_ranks_of[:, None]).any(1).sum()
+            return wrong, None
+
+        return lax.scan(body, jnp.zeros((), jnp.int32), jnp.arange(num_steps))[0]
+
+    program = testing.on_ranks(run, on, check_vma=False)
+    rng = random.Random(jax.process_index())
+    for i in range(num_runs):
+        ranks.random_delay(rng)
+        ranks.poison()
+        assert int(ranks.local(program(ranks.place(on, np.full((size, 1), i, np.int32))))) == 0, f"run {i}"
 
 
 def test_no_failure_was_recorded():
