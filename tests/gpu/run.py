@@ -48,6 +48,7 @@ def stages(cache: str) -> list[Stage]:
     # One rank count runs every case; the others run every routing, and the cases that depend on the rank count.
     some = ("-k", "routings or OtherWays or recorded or vector")
     plan = [Stage("loopback", None, 300, ("test_loopback.py",), NO_XLA)]
+    plan += [Stage("loopback latency", None, 200, ("test_loopback_latency.py",), NO_XLA)]
     plan += [Stage("loopback fuzz", None, 120, ("test_fuzz_loopback.py",), NO_XLA)]
     plan += [Stage("quantiser", None, 90, ("test_quantize_device.py",))]
     plan += [Stage("R=1", 1, 60, (exchange, programs, "-k", "routings or direct or 1000_are or recorded"))]
