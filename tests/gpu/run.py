@@ -58,6 +58,9 @@ def stages(cache: str) -> list[Stage]:
     # What GPUs older than sm_90 do, forced.
     vector = (exchange, "--copies", "vector")
     plan += [Stage("R=4 vector", 4, 200, vector), Stage("R=2 vector", 2, 90, (*vector, *some))]
+    latency = (exchange, "--mode", "latency", "-k", "TestExchange")
+    plan += [Stage(f"R={r} latency", r, 120, latency) for r in (2, 3, 4, 8)]
+    plan += [Stage("R=4 split", 4, 120, (exchange, "--split", "-k", "TestExchange"))]
     plan += [Stage("R=2 programs", 2, 120, (programs,), alone)]
     plan += [Stage("R=4 programs", 4, 150, (programs, "-k", "not longer"), alone)]
     plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000 and not longer"), alone)]
