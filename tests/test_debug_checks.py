@@ -94,13 +94,18 @@ def _in_windows(x, idx):
     )
 
 
+def _in_halves(x, idx):
+    recv = jax_ep.dispatch_done(jax_ep.dispatch_start(x, idx, num_experts=NUM_EXPERTS, axis_name="ep", config=CONFIG))
+    return jax_ep.combine_done(jax_ep.combine_start(recv.x, recv.handle))
+
+
 def _with_map(x, idx):
     # 16 physical experts, so that 8 is an id, but no logical one.
     expert_map = jnp.stack([jnp.arange(NUM_EXPERTS), NUM_EXPERTS + jnp.arange(NUM_EXPERTS)], 1)
     return _layer(x, idx, expert_map=expert_map, num_physical_experts=2 * NUM_EXPERTS)
 
 
-@pytest.mark.parametrize("program", [_in_scan, _in_gradient, _in_windows, _with_map])
+@pytest.mark.parametrize("program", [_in_scan, _in_gradient, _in_windows, _in_halves, _with_map])
 def test_inside_other_programs(make_mesh, program):
     x, idx = _inputs()
     run = testing.on_ranks(program, make_mesh(4))
