@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 # Positions in the primitive's `stats` result, i32 [8]; the rest is reserved.
 DEMAND, NUM_DROPPED, NUM_INVALID, NUM_MASKED, NUM_WINDOWS, NUM_SLOTS = range(6)
 NUM_STATS = 8
-# Slots of the arenas of latency mode. Fused calls take turns with two, and know from that alone that theirs is free; so
-# no start may come in between, and exchanges in halves have arenas with another number.
-FUSED_SLOTS = 2
-
-
-def split_slots(config: Config) -> int:
-    """Slots of the arena of exchanges in halves."""
-    return max(2 * config.max_pending, FUSED_SLOTS + 1)
+FUSED_SLOTS = 2  # of latency mode: a fused call waits for its own rows only, so two calls take turns
 
 
 def split_slots(config: Config) -> int:
