@@ -157,13 +157,20 @@ __device__ void zero_rest(const DispatchParams &p, int first_warp, const char *z
       if (row % p.capacity >= own.kept[row / p.capacity]) p.recv_weights[row] = 0.f;
   }
   if (!p.is_token_layout() && (!is_batched || p.zero_tail)) {
-    for (int l = 0; l < p.num_local_experts; ++l) {
-      const int64_t end = is_batched                     ? int64_t(l + 1) * p.capacity // here the tail of each expert
-                          : l + 1 < p.num_local_experts ? own.start[l + 1]
-                                                         : own.end;
-      for (int64_t row = own.start[l] + own.kept[l] + id; row < end; row += step) zero_row(row);
-      if (p.recv_weights && !is_batched)
-        for (int64_t row = own.start[l] + own.kept[l] + thread; row < end; row += threads) p.recv_weights[row] = 0.f;
+    // Padding behind each group (batched: the tail of each expert), 32 groups looked at together: most have none.
+    for (int base = 0; base < p.num_local_experts; base += kWarpSize) {
+      const int l = base + lane;
+      int begin = 0, end = 0;
+      if (l < p.num_local_experts) {
+        begin = own.start[l] + own.kept[l];
+        end = is_batched ? (l + 1) * p.capacity : l + 1 < p.num_local_experts ? own.start[l + 1] : own.end;
+      }
+      for (unsigned left = __ballot_sync(kFullWarp, begin < end); left; left &= left - 1) {
+        const int64_t from = __shfl_sync(kFullWarp, begin, __ffs(left) - 1), to = __shfl_sync(kFullWarp, end, __ffs(left) - 1);
+        for (int64_t row = from + id; row < to; row += step) zero_row(row);
+        if (p.recv_weights && !is_batched)
+          for (int64_t row = from + thread; row < to; row += threads) p.recv_weights[row] = 0.f;
+      }
     }
   }
   const int64_t tail = is_batched ? num_rows : own.end;
