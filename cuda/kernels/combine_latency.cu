@@ -8,6 +8,8 @@
 //   3 receive  wait for all flags; a warp takes a piece of a token's sum from every rank that has one
 //   4 end      the last block gives the slot back
 // 2: start; 3: done; a fused call does both. Rounding tree: docs/concepts.md.
+#include <cmath>
+
 #include "cuda/kernels/bulk.h"
 #include "cuda/kernels/combine_sum.cuh"
 #include "cuda/kernels/latency.cuh"
@@ -18,7 +20,6 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kBatch = 1024;         // sums that a block looks up at a time
-constexpr int kItemsPerWarp = 2;     // with fewer sums per warp their rows are cut into pieces
 constexpr int kSmallestPiece = 1024;
 
 // Dynamic shared memory, planned on the host. Sending and receiving use the stages one after the other.
@@ -42,15 +43,17 @@ Plan make_plan(const CombineParams &p) {
   plan.room = int(at);
   const int64_t room = kBulkSharedBytes - at;
   const int holders = num_ranks < num_topk ? num_ranks : num_topk;
-  auto pieces = [&](int64_t row_bytes) { // of either side, with even routing
-    const int64_t wanted = 1 + int64_t(kItemsPerWarp) * kWarps * p.num_blocks / (p.num_tokens + 1);
-    const int64_t most = row_bytes / kSmallestPiece;
-    return int(wanted < most ? wanted : most < 1 ? 1 : most);
+  // As many pieces as give every warp of the grid one, since the first one takes longest.
+  auto pieces = [&](int64_t row_bytes, double sums) {
+    const int64_t wanted = int64_t(kWarps * p.num_blocks / (sums + 1) + 0.5), most = row_bytes / kSmallestPiece;
+    const int64_t n = wanted < most ? wanted : most;
+    return int(n < 1 ? 1 : n);
   };
-  plan.send = GatherPlan::make(p.y_bytes, kVectorUnit, p.layout == Layout::kToken ? 1 : num_topk, pieces(p.y_bytes), kWarps,
-                               room, p.use_bulk);
+  const double reached = num_ranks * (1 - std::pow(1 - 1.0 / num_ranks, num_topk)); // ranks of a token, with even routing
+  plan.send = GatherPlan::make(p.y_bytes, kVectorUnit, p.layout == Layout::kToken ? 1 : num_topk,
+                               pieces(p.y_bytes, p.num_tokens * reached), kWarps, room, p.use_bulk);
   plan.receive = GatherPlan::make(p.call.row_bytes, p.quantize == Quantize::kFp8Wire ? WireRow::kGroupBytes : kVectorUnit,
-                                  holders, pieces(p.call.row_bytes), kWarps, room, p.use_bulk);
+                                  holders, pieces(p.call.row_bytes, p.num_tokens), kWarps, room, p.use_bulk);
   const int64_t send = plan.send.shared_bytes(), receive = plan.receive.shared_bytes();
   plan.bytes = int(at + (send > receive ? send : receive));
   return plan;

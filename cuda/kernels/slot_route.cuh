@@ -63,6 +63,7 @@ template <class Visit> __device__ __forceinline__ void for_items(int n, int num_
 __device__ __noinline__ void count_own(const DispatchParams &p, const SlotRoutePlan &plan, const SlotShape &shape, char *room,
                                        char *const *parts, int32_t *invalid) {
   const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk, columns = p.num_experts + num_ranks;
+  constexpr int kUnroll = 4;
   const int words = plan.segment / 32;
   int32_t *count = reinterpret_cast<int32_t *>(room);           // [E + R] of the segments before
   uint32_t *bits = reinterpret_cast<uint32_t *>(count + columns); // [E + R][words]
@@ -74,16 +75,26 @@ __device__ __noinline__ void count_own(const DispatchParams &p, const SlotRouteP
     for (int i = threadIdx.x; i < columns * words; i += blockDim.x) bits[i] = 0;
     __syncthreads();
     bool repeats = false;
-    for (int i = threadIdx.x; i < tokens * num_topk; i += blockDim.x) {
-      const int id = p.topk_idx[int64_t(first) * num_topk + i], token = i / num_topk;
-      const bool is_valid = id >= 0 && id < p.num_experts;
-      if (id < -1 || id >= p.num_experts) atomicAdd(invalid, 1);
-      ids[i] = is_valid ? id : -1;
-      if (p.topk_clean) p.topk_clean[int64_t(first) * num_topk + i] = ids[i];
-      if (!is_valid) continue;
-      const uint32_t bit = 1u << token % 32;
-      repeats |= (atomicOr(&bits[id * words + token / 32], bit) & bit) != 0;
-      atomicOr(&bits[(p.num_experts + id / p.num_local_experts) * words + token / 32], bit);
+    for (int base = threadIdx.x; base < tokens * num_topk; base += kUnroll * blockDim.x) {
+      int loaded[kUnroll]; // under way together
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) {
+        const int i = base + j * int(blockDim.x);
+        loaded[j] = i < tokens * num_topk ? p.topk_idx[int64_t(first) * num_topk + i] : -1;
+      }
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) {
+        const int i = base + j * int(blockDim.x), id = loaded[j], token = i / num_topk;
+        if (i >= tokens * num_topk) break;
+        const bool is_valid = id >= 0 && id < p.num_experts;
+        if (!is_valid && id != -1) atomicAdd(invalid, 1);
+        ids[i] = is_valid ? id : -1;
+        if (p.topk_clean) p.topk_clean[int64_t(first) * num_topk + i] = ids[i];
+        if (!is_valid) continue;
+        const uint32_t bit = 1u << token % 32;
+        repeats |= (atomicOr(&bits[id * words + token / 32], bit) & bit) != 0;
+        atomicOr(&bits[(p.num_experts + id / p.num_local_experts) * words + token / 32], bit);
+      }
     }
     const bool has_repeats = __syncthreads_or(repeats);
     auto before = [&](int column, int token) { // bits of the column before the token's, and what earlier segments have
