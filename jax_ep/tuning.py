@@ -25,7 +25,7 @@ SM_RATE = 74e9  # bytes/s that one SM moves, read plus write
 SM_LINK_RATE = 25e9  # bytes/s that one SM sends to (or fetches from) other GPUs
 FIXED_S = 20e-6  # what a call takes however little it moves: SMs that only shorten the rest are not worth it
 LINK_HEADROOM = 1.1  # the link saturates sharply,
-DEVICE_HEADROOM = 1.6  # memory gradually
+DEVICE_HEADROOM = 2.1  # memory gradually
 LEAST_SMS, MOST_SMS = 4, 48
 
 # Latency mode: up to how many bytes that a rank sends it is preferred, where ranks share a GPU and where they have GPUs
