@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import bootstrap, lowering, tuning
 from jax_ep.cli import bench
-from jax_ep.cli.benchlib import findings, implementations, measure, plots, timing, workloads
+from jax_ep.cli.benchlib import findings, host, implementations, measure, plots, report, timing, workloads
 from jax_ep.cli.benchlib.plan import Plan
 from jax_ep.cli.benchlib.workloads import WORKLOADS, Traffic, Workload
 
@@ -24,11 +25,14 @@ PLAN = Plan(
     implementations=("cuda",),
     layouts=("token",),
     capacities=("demand", "default"),
+    modes=("latency", "throughput"),
     num_sms=(16, 8),
     ops=("dispatch", "again", "combine"),
     num_calls=4,
     repeats=3,
     ranks_per_device=8,
+    is_split=False,
+    is_host_timed=False,
     is_first_call=True,
     suffix="",
     json_path="a.json",
@@ -131,6 +135,7 @@ def test_implementations_bring_every_token_back(four_ranks, name, layout, sent, 
 def test_alone_is_compared_with_groups_of_one(four_ranks):
     setting = measure.Setting.of(workloads.custom(TINY, routing="alone", num_topk=2), four_ranks)
     plan = dataclasses.replace(PLAN, implementations=("xla", "ring"), layouts=("token",), capacities=("demand",))
+    plan = dataclasses.replace(plan, modes=("latency",))
     assert [(c.name, c.setting.traffic.num_ranks) for c in measure._cases(plan, setting)] == [
         ("xla", 4),
         ("xla", 1),
@@ -151,8 +156,12 @@ def test_numbers_of_sms():
     assert measure.sms_values((4, 8), None, None) == [4, 8]
 
 
-def _row(us, op="dispatch", *, workload=WORKLOADS["W1"], num_ranks=8, num_sms=16, is_default=False, limit_us=100.0):
+def _row(
+    us, op="dispatch", mode="throughput", *, workload=WORKLOADS["W1"], num_ranks=8, num_sms=16, is_default=False,
+    limit_us=100.0,
+):  # fmt: skip
     row = {"workload": workload.name, "implementation": "cuda", "layout": "token", "capacity": "demand", "op": op}
+    row |= {"mode": mode, "chosen_mode": "latency" if mode == "auto" else mode}
     row |= {"num_ranks": num_ranks, "num_sms": num_sms, "is_default": is_default, "of": dataclasses.asdict(workload)}
     return row | {"us": us, "limit_us": limit_us, "wire_gb_s": 0.0, "percent_of_limit": 0.0, "error": ""}
 
@@ -170,6 +179,38 @@ def test_what_follows_from_the_rows():
     assert "default 12 SMs 220 us, best 16 SMs 200 us, ratio 1.10" in sms
     assert rows[3]["per_byte_of_uniform"] == pytest.approx(260 / 65 / (200 / 100)) and "2.00 of uniform W1" in skew
     assert rows[4]["empty_peer_us"] == pytest.approx(1.0) and "an empty peer costs 1.00 us" in empty
+
+
+def test_auto_is_compared_with_the_better_mode():
+    w2, split = WORKLOADS["W2"], "dispatch split"
+    rows = [
+        *(_row(us, mode=mode, workload=w2) for mode, us in (("throughput", 50.0), ("latency", 20.0), ("auto", 21.0))),
+        # Of several numbers of SMs each mode's default counts.
+        *(_row(us, "combine", "throughput", num_sms=n, is_default=n == 8) for n, us in ((8, 10.0), (16, 9.0))),
+        _row(30.0, "combine", "latency", num_sms=4, is_default=True),
+        *(_row(us, "combine", "auto", num_sms=n, is_default=n == 8) for n, us in ((8, 12.0), (4, 11.0))),
+        _row(5.0, split, "latency", workload=w2),
+        *(_row(9.0, "again", mode) for mode in ("throughput", "auto")),
+    ]
+    dispatch, combine, most = findings._auto(rows)
+    assert dispatch.startswith("W2 cuda token demand dispatch: ") and dispatch.endswith("better mode 1.05")
+    assert "auto (latency) 21.0 us" in dispatch and combine.endswith("better mode 1.20")
+    assert most == "auto ÷ better mode: at most 1.20"
+    assert rows[2]["auto_over_better"] == pytest.approx(1.05) and "auto_over_better" not in rows[0]
+    assert not [*findings._auto(rows[:2])]
+    assert report.format_row(rows[2])[51:68].strip() == "auto=latency"
+    assert report.HEADER[51:68].strip() == "mode"
+
+
+def test_curves_and_bars_name_modes_where_there_are_several():
+    rows = [_row(4.0, num_ranks=n, mode=mode) for n in (2, 8) for mode in ("throughput", "latency")]
+    ((_, curves),) = plots.points(rows, "ranks", 2)
+    assert list(curves) == [("dispatch", f"cuda token demand {mode}") for mode in ("throughput", "latency")]
+    ((_, curves),) = plots.points([*rows[::2], _row(4.0, "combine split", "latency")], "ranks", 2)
+    assert list(curves) == [("dispatch", "cuda token demand"), ("combine split", "cuda token demand")]
+    old = [{k: v for k, v in row.items() if "mode" not in k} for row in rows[::2]]  # of a file that knows no modes
+    assert plots.points(old, "ranks", 2) == plots.points(rows[::2], "ranks", 2)
+    assert plots._bar_label(rows[1], True) == "cuda token demand latency 16 SMs"
 
 
 def test_curves_take_the_default_number_of_sms():
@@ -293,12 +334,79 @@ def _jax_ep(*words, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
+def test_every_mode_is_a_case_and_halves_are_one(four_ranks):
+    setting = measure.Setting.of(TINY, four_ranks)
+    plan = dataclasses.replace(PLAN, implementations=("xla", "ring"), layouts=("token",), capacities=("demand",))
+    plan = dataclasses.replace(
+        plan, modes=("throughput", "auto"), is_split=True, ops=("combine",), num_sms=(), num_calls=2
+    )
+    cases = [*measure._cases(plan, setting)]
+    assert [(case.name, case.mode) for case in cases] == [("xla", "throughput"), ("xla", "auto"), ("ring", "")]
+    machine = measure.Machine(copy_gb_s=1.0, link_gb_s=None)
+    rows = [row for case in cases for row in measure._case_rows(plan, machine, case, setting)]
+    assert [(row["op"], row["mode"], row["chosen_mode"]) for row in rows] == [
+        ("combine", "throughput", "throughput"),
+        ("combine split", "latency", "latency"),
+        ("combine", "auto", "auto"),  # pure JAX has no modes to choose from
+        ("combine", "", ""),
+    ]
+    assert all(row["us"] > 0 if not row["error"] else "too noisy" in row["error"] for row in rows)
+
+
+@pytest.mark.parametrize("layout", ["token", "batched"])
+def test_halves_do_what_the_whole_does(four_ranks, layout):
+    workload = workloads.custom(TINY, sent="fp8", hidden=128)
+    setting = measure.Setting.of(workload, four_ranks)
+    impl, compile_ = measure.Case(setting, "xla", layout, "demand").implementation(), measure.compiler(four_ranks)
+
+    def differences(x, idx, weights):
+        (rows, state), (rows2, state2) = impl.dispatch(x, idx, weights), impl.dispatch_split(x, idx, weights)
+        y = impl.expert(rows, state)
+        pairs = (
+            (impl.combine(y, state), impl.combine_split(y, state2)),
+            (rows.data.astype(x.dtype), rows2.data.astype(x.dtype)),
+        )
+        return jax.numpy.stack([(a != b).sum() for a, b in pairs])[None], y.sum()[None]
+
+    different, total = compile_(differences)(*setting.args)
+    assert not different.any() and (total != 0).all()
+    steps = measure._steps(PLAN, impl, setting.args, measure.prepare(impl, compile_, setting.args, True), True)
+    assert [step[0] for step in steps][-2:] == ["dispatch split", "combine split"]
+    for _, step, operands, num_linked in steps[-2:]:
+        program = compile_(timing.chain(functools.partial(step, impl), 2, num_linked)).trace(*operands)
+        names = [e.primitive.name for e in _equations(program.jaxpr.jaxpr) if e.primitive.name.startswith("jax_ep")]
+        assert [name.rsplit("_", 1)[1] for name in names] == ["start", "done"] * 2
+
+
+def test_host_time_of_a_pair():
+    """On the CPU nothing says when it is launched: a clock stands in, which makes host and wall time nearly one."""
+    entry = host.of_mode("latency", "xla", 5, time.monotonic_ns)
+    assert entry["mode"] == "latency" and entry["num_ranks"] == len(jax.devices())
+    assert entry["host_us"] == pytest.approx(entry["wall_us"], rel=0.5, abs=20)
+    assert 0 < entry["start_us"] and entry["host_us"] > 0
+    text = host.format_entry(entry | {"error": ""})
+    assert text.startswith("host, mode latency: ") and f"{entry['host_us']:.1f} us to launch" in text
+    said = []
+    assert host.lines(dataclasses.replace(PLAN, implementations=("xla",)), said.append) == []
+    assert "not measured" in said[0]
+
+
+def test_modes_on_the_command_line(capsys):
+    plan = _parsed("--mode", "throughput,latency,auto", "--split", "--host", "--workload", "W2,W2q,W2-1")
+    assert plan.modes == bench.MODES and plan.is_split and plan.is_host_timed
+    assert [(w.num_tokens, w.sent) for w in plan.workloads] == [(128, "rows"), (128, "fp8"), (1, "rows")]
+    assert _parsed().modes == ("throughput",) and not _parsed().is_split
+    with pytest.raises(SystemExit):
+        bench.main(["--ranks", "2", "--first-call", "1", "--mode", "latency,auto"])
+    assert "one --mode" in capsys.readouterr().err
+
+
 @pytest.mark.multiprocess
 def test_bench_command_on_two_processes(tmp_path):
     done = _jax_ep(
         *("bench", "--ranks", "2", "--platform", "cpu", "--workload", "small", "--tokens", "16", "--sent", "pair"),
         *("--implementation", "xla,ring", "--layout", "token", "--num-sms", "4,8", "--op", "combine"),
-        *("--calls", "6", "--repeats", "3"),
+        *("--calls", "6", "--repeats", "3", "--mode", "latency,throughput"),
         *("--json", str(tmp_path / "b.json"), "--png", str(tmp_path / "b.png")),
         cwd=tmp_path,
     )
@@ -306,7 +414,7 @@ def test_bench_command_on_two_processes(tmp_path):
     result = json.loads((tmp_path / "b.json").read_text())
     assert result["num_ranks"] == 2 and result["num_processes"] == 2
     assert [(r["implementation"], r["op"], r["num_sms"]) for r in result["rows"]] == [
-        *(("xla", op, sms) for op in ("combine", "combine fp8") for sms in (4, 8)),
+        *(("xla", op, sms) for _ in range(2) for op in ("combine", "combine fp8") for sms in (4, 8)),
         ("ring", "combine", None),
     ]
     for row in result["rows"]:
@@ -319,13 +427,13 @@ def test_bench_command_on_two_processes(tmp_path):
 def test_first_call_command(tmp_path):
     done = _jax_ep(
         *("bench", "--ranks", "2", "--platform", "cpu", "--workload", "small", "--implementation", "xla"),
-        *("--first-call", "1", "--repeats", "3", "--json", str(tmp_path / "f.json")),
+        *("--first-call", "1", "--repeats", "3", "--mode", "latency", "--json", str(tmp_path / "f.json")),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "f.json").read_text())
     assert set(result["median_ratio"]) == {"ours", "control"}
-    assert len(result["starts"][0]["ours"]["calls_us"]) == 8
+    assert len(result["starts"][0]["ours"]["calls_us"]) == 8 and result["starts"][0]["mode"] == "latency"
 
 
 def test_doctor_command(tmp_path):
@@ -339,28 +447,40 @@ def test_unknown_command_shows_the_known_ones(tmp_path):
     assert done.returncode == 2 and all(word in done.stdout for word in ("doctor", "launch", "bench"))
 
 
-def test_marked_numbers_of_sms_are_those_that_calls_take(four_ranks, monkeypatch):
+@pytest.mark.parametrize("mode", bench.MODES)
+def test_marked_numbers_of_sms_are_those_that_calls_take(four_ranks, monkeypatch, mode):
     """Lowered for CUDA with set-up replaced by its answers, as in test_lowering.py."""
     monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "")
     monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None: None)
     monkeypatch.setattr(bootstrap, "bind", lambda *call_site: None)
     monkeypatch.setattr(bootstrap, "placement", lambda groups, config=None: tuning.Placement(48, 1, 1))
     monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20, 0))
+    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1]))
     workload = WORKLOADS["W1q"]
     sizes = {"x": ((4 * 4096, 7168), "bfloat16"), "idx": ((4 * 4096, 8), "int32"), "w": ((4 * 4096, 8), "float32")}
     args = tuple(jax.ShapeDtypeStruct(*size) for size in sizes.values())
     traffic = Traffic.of(workloads.topk_idx(workload, 4), workload.num_experts)
     setting = measure.Setting(workload, traffic, four_ranks, args)
-    impl, compile_ = measure.Case(setting, "cuda", "expert", "demand").implementation(), measure.compiler(four_ranks)
+    case, compile_ = measure.Case(setting, "cuda", "expert", "demand", mode), measure.compiler(four_ranks)
+    impl = case.implementation()
 
     def received(*args):
         rows, state = impl.dispatch(*args)
         return impl.expert(rows, state), state
 
-    taken = {}
-    for op, step, operands, _ in measure._steps(PLAN, impl, args, (*jax.eval_shape(compile_(received), *args), 0.0)):
+    # "auto": what crosses in FP8 takes latency mode, the others do not.
+    monkeypatch.setattr(tuning, "prefers_latency", lambda *a, **sizes: sizes["row_bytes"] < 14336)
+    taken, chosen = {}, {}
+    ready = (*jax.eval_shape(compile_(received), *args), 0.0)
+    for op, step, operands, _ in measure._steps(PLAN, impl, args, ready, is_split=True):
         program = compile_(functools.partial(step, impl)).trace(*operands)
         text = program.lower(lowering_platforms=("cuda",)).as_text()
         taken[op] = [int(n) for n in re.findall(r"num_sms = (\d+)", text)]
-        assert taken[op] == [measure.default_num_sms(setting, "expert", op)[0]], op
-    assert taken["dispatch"] != taken["combine"]  # or the test says little
+        chosen[op] = measure.chosen_mode(case, op, compile_, functools.partial(step, impl), operands)
+        assert set(taken[op]) == {measure.default_num_sms(setting, "expert", op, chosen[op])[0]}, op
+    assert [chosen.pop(f"{op} split") for op in ("dispatch", "combine")] == ["latency"] * 2
+    if mode == "auto":
+        assert set(chosen.values()) == {"latency", "throughput"} and chosen["dispatch"] != chosen["combine"]
+    else:
+        assert set(chosen.values()) == {mode}
+    assert mode == "latency" or taken["dispatch"] != taken["combine"]  # or the test says little

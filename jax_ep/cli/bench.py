@@ -3,6 +3,7 @@
     python -m jax_ep bench --ranks 8 --workload W1 --json w1.json --png w1.png
     python -m jax_ep bench --ranks 2 --implementation cuda --layout token --num-sms 4,8,12,16,24,32,48
     python -m jax_ep bench --ranks 1,2,4,8 --implementation cuda --layout token --png ranks.png
+    python -m jax_ep bench --ranks 8 --implementation cuda --mode throughput,latency,auto --tokens 1,32,1024,8192
     python -m jax_ep bench --ranks 8 --workload W1 --layout token --first-call 5
     python -m jax_ep bench --plot r2.json r8.json --png ranks.png
     python -m jax_ep bench --ranks 8 --workload W8        # a layer of jax_ep.nn, and where its time goes
@@ -34,6 +35,7 @@ DECOMPOSED = "ragged-decomposed"
 DECOMPOSER_FLAG = "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true"
 IMPLEMENTATIONS = ("cuda", "ragged", DECOMPOSED, "dense", "ring", "xla")
 LAYOUTS = ("expert", "token", "batched")
+MODES = ("throughput", "latency", "auto")
 
 
 def _several(known):
@@ -68,10 +70,15 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--implementation", type=_several(IMPLEMENTATIONS), default=(), help=", ".join(IMPLEMENTATIONS))
     what.add_argument("--layout", type=_several(LAYOUTS), default=(), help=", ".join(LAYOUTS))
     what.add_argument("--capacity", type=_several(("demand", "default")), default=("demand",), help="demand, default")
+    what.add_argument(
+        "--mode", type=_several(MODES), default=MODES[:1], help=f"{', '.join(MODES)}; default: {MODES[0]}"
+    )
     what.add_argument("--op", type=_several(OPS[:3]), default=OPS[:3], help=", ".join(OPS[:3]))
     what.add_argument(
         "--num-sms", type=_numbers, default=(), help="SMs per rank; several: a sweep, with the default among them"
     )
+    what.add_argument("--split", action="store_true", help="also dispatch and combine as start and done")
+    what.add_argument("--host", action="store_true", help="also the host's time for a call")
     what.add_argument("--first-call", type=int, metavar="N", help="instead: first call over steady, in N fresh starts")
     what.add_argument("--plot", nargs="+", metavar="JSON", help="instead: draw --png from the files of earlier runs")
     changes = parser.add_argument_group("changes to the first workload, which is then called custom")
@@ -106,11 +113,14 @@ def _plan(args: argparse.Namespace) -> Plan:
         implementations=args.implementation,
         layouts=args.layout or ("expert", "token"),
         capacities=args.capacity,
+        modes=args.mode,
         num_sms=args.num_sms,
         ops=args.op,
         num_calls=args.calls or (6 if args.quick else 10),
         repeats=args.repeats or (5 if args.quick else 15),
         ranks_per_device=None,
+        is_split=args.split,
+        is_host_timed=args.host,
         is_first_call=args.first_call is not None,
         suffix="",
         json_path=args.json,
@@ -143,8 +153,8 @@ def main(argv: list[str]) -> int:
 
         return rank.run(plan)
     if plan.is_first_call:
-        if len(args.ranks) > 1:
-            parser.error("--first-call takes one number of --ranks")
+        if len(args.ranks) > 1 or len(plan.modes) > 1:
+            parser.error("--first-call takes one number of --ranks and one --mode")
         return _first_calls(*_on(plan, args, args.ranks[0]), args.first_call)
     return _tables(plan, args)
 
@@ -204,7 +214,8 @@ def _parts(plan: Plan) -> list[tuple[Plan, tuple[tuple[str, str], ...]]]:
     if others or not plan.implementations:
         parts.append((dataclasses.replace(plan, implementations=others), ()))
     if DECOMPOSED in plan.implementations:
-        decomposed = dataclasses.replace(plan, implementations=("ragged",), suffix=DECOMPOSED.removeprefix("ragged"))
+        suffix = DECOMPOSED.removeprefix("ragged")
+        decomposed = dataclasses.replace(plan, implementations=("ragged",), suffix=suffix, is_host_timed=False)
         flags = f"{os.environ.get('XLA_FLAGS', '')} {DECOMPOSER_FLAG}".strip()
         parts.append((decomposed, (("XLA_FLAGS", flags),)))
     return parts

@@ -1,4 +1,4 @@
-"""What follows from several rows of the table: skew, empty peers, the default number of SMs."""
+"""What follows from several rows of the table: skew, empty peers, the default number of SMs, "auto"."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Iterator
 def notes(rows: list[dict]) -> list[str]:
     """Sentences for the end of the table; adds "per_byte_of_uniform" and "empty_peer_us" to the rows that have them."""
     good = [row for row in rows if not row["error"]]
-    return [*_default_sms(good), *_skew(good), *_empty_peers(good)]
+    return [*_default_sms(good), *_skew(good), *_empty_peers(good), *_auto(good)]
 
 
-def _label(row: dict) -> str:
-    words = (row["workload"], row["implementation"], row["layout"], row["capacity"], row["op"])
+def _label(row: dict, mode: str | None = None) -> str:
+    """`mode`: what to say instead of the row's."""
+    mode = row["mode"] if mode is None else mode
+    words = (row["workload"], row["implementation"], row["layout"], row["capacity"], mode, row["op"])
     return " ".join(filter(None, words))
 
 
@@ -34,7 +36,15 @@ def _default_sms(rows: list[dict]) -> Iterator[str]:
 def _alike(row: dict) -> tuple:
     """What two rows must have in common to be compared over routings."""
     shape = {k: v for k, v in row["of"].items() if k not in ("name", "routing")}
-    return (row["implementation"], row["layout"], row["capacity"], row["op"], row["num_sms"], *shape.items())
+    return (
+        row["implementation"],
+        row["layout"],
+        row["capacity"],
+        row["mode"],
+        row["op"],
+        row["num_sms"],
+        *shape.items(),
+    )
 
 
 def _skew(rows: list[dict]) -> Iterator[str]:
@@ -61,3 +71,24 @@ def _empty_peers(rows: list[dict]) -> Iterator[str]:
                 f"{_label(row)}: {row['us']:.1f} us, {one['us']:.1f} us without the {empty}; "
                 f"an empty peer costs {row['empty_peer_us']:.2f} us"
             )
+
+
+def _auto(rows: list[dict]) -> Iterator[str]:
+    """Time of "auto" over that of the better mode; of several numbers of SMs the default counts, else the fastest."""
+    of_mode: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        modes = of_mode.setdefault((_label(row, ""), row["num_ranks"]), {})
+        modes[row["mode"]] = min(modes.get(row["mode"], row), row, key=lambda r: (not r["is_default"], r["us"]))
+    worst = 0.0
+    for (label, _), modes in of_mode.items():
+        if {"auto", "throughput", "latency"} <= set(modes):
+            us = {mode: row["us"] for mode, row in modes.items()}
+            ratio = us["auto"] / min(us["throughput"], us["latency"])
+            worst = max(worst, ratio)
+            modes["auto"]["auto_over_better"] = ratio
+            yield (
+                f"{label}: throughput {us['throughput']:.1f} us, latency {us['latency']:.1f} us, auto "
+                f"({modes['auto']['chosen_mode']}) {us['auto']:.1f} us; auto ÷ better mode {ratio:.2f}"
+            )
+    if worst:
+        yield f"auto ÷ better mode: at most {worst:.2f}"

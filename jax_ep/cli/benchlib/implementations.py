@@ -7,7 +7,8 @@ All run inside `jax.shard_map` over the axis "ep" and have the same three functi
                                    # does not. Never timed.
     out = combine(rows, state)     # = sum over k of weight * x, when nothing is dropped
 
-Ours also have `again(x, state)`, dispatch along the handle, and `combine_fp8(rows, state)`.
+Ours also have `again(x, state)`, dispatch along the handle, `combine_fp8(rows, state)`, and `dispatch_split` and
+`combine_split`, start and done right after each other.
 
 The baselines move what they must and nothing else: none of them sorts the received rows by expert, which ours does.
 FP8 rows and their scales are two arrays to them, sent one after the other.
@@ -42,21 +43,10 @@ class JaxEp:
     mode: str = "throughput"
 
     def dispatch(self, x, idx, weights):
-        recv = jax_ep.dispatch(
-            x,
-            idx,
-            weights,
-            num_experts=self.workload.num_experts,
-            axis_name=AXIS,
-            layout=self.layout,
-            capacity=self.capacity,
-            quantize=self._quantize,
-            zero_tail=self.zero_tail,
-            mode=self.mode,
-            config=self._config,
-            implementation=self.implementation,
-        )
-        return _without_carrier(recv.x), (recv.handle, recv.weights)
+        return _received(jax_ep.dispatch(x, idx, weights, **self._settings))
+
+    def dispatch_split(self, x, idx, weights):
+        return _received(jax_ep.dispatch_done(jax_ep.dispatch_start(x, idx, weights, **self._settings)))
 
     def again(self, x, state):
         handle = self._planned(state[0])
@@ -68,13 +58,34 @@ class JaxEp:
             return (rows * state[1].sum(1, keepdims=True)).astype(rows.dtype)
         return rows
 
-    def combine(self, rows, state, quantize=None):
-        handle, weights = state
-        weights = None if self.layout == "token" else weights
-        return jax_ep.combine(rows, self._planned(handle), weights=weights, quantize=quantize)
+    def combine(self, rows, state):
+        return jax_ep.combine(rows, **self._outputs(state))
 
     def combine_fp8(self, rows, state):
-        return self.combine(rows, state, quantize="fp8_wire")
+        return jax_ep.combine(rows, **self._outputs(state), quantize="fp8_wire")
+
+    def combine_split(self, rows, state):
+        return jax_ep.combine_done(jax_ep.combine_start(rows, **self._outputs(state)))
+
+    @property
+    def _settings(self) -> dict:
+        """Of a dispatch that routes."""
+        return dict(
+            num_experts=self.workload.num_experts,
+            axis_name=AXIS,
+            layout=self.layout,
+            capacity=self.capacity,
+            quantize=self._quantize,
+            zero_tail=self.zero_tail,
+            mode=self.mode,
+            config=self._config,
+            implementation=self.implementation,
+        )
+
+    def _outputs(self, state) -> dict:
+        """What combine takes beside the rows."""
+        handle, weights = state
+        return {"handle": self._planned(handle), "weights": None if self.layout == "token" else weights}
 
     @property
     def _quantize(self) -> str | None:
@@ -87,6 +98,10 @@ class JaxEp:
     def _planned(self, handle):
         """The handle for calls with this object's SMs, whatever those were that made it."""
         return dataclasses.replace(handle, spec=dataclasses.replace(handle.spec, config=self._config))
+
+
+def _received(recv: jax_ep.Recv):
+    return _without_carrier(recv.x), (recv.handle, recv.weights)
 
 
 def _without_carrier(rows):
@@ -223,10 +238,18 @@ def choices(platform: str) -> tuple[str, ...]:
     return ("cuda", "ragged", "dense", "ring", "xla") if platform == "gpu" else ("xla", "dense", "ring")
 
 
-def make(name: str, workload: Workload, traffic: Traffic, layout: str, capacity: int, zero_tail: bool):
-    """The implementation `name`; `layout`, `capacity` and `zero_tail` concern ours only."""
+def make(
+    name: str,
+    workload: Workload,
+    traffic: Traffic,
+    layout: str,
+    capacity: int,
+    zero_tail: bool,
+    mode: str = "throughput",
+):
+    """The implementation `name`; what follows `traffic` concerns ours only."""
     if name in OURS:
-        return JaxEp(workload, layout, capacity, zero_tail, name)
+        return JaxEp(workload, layout, capacity, zero_tail, name, mode=mode)
     base = _baseline(name, workload, traffic)
     return base if workload.sent == "rows" else Fp8Rows(workload, base)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -61,8 +62,8 @@ def _pair(x):
     return quantized.data, quantized.scale
 
 
-def prepare(impl, compile_, args):
-    """Checks `impl` and gives operands for its combine.
+def prepare(impl, compile_, args, is_split: bool = False):
+    """Checks `impl`, start and done too if asked, and gives operands for its combine.
 
     Returns:
       rows and state of dispatch and expert, and the largest error of combine's results against sum(weights) * x,
@@ -80,6 +81,9 @@ def prepare(impl, compile_, args):
         outs = [impl.combine(rows, state)]
         if has_fp8 and isinstance(impl, implementations.JaxEp):
             outs.append(impl.combine_fp8(rows, state))
+        if is_split:
+            there = impl.dispatch_split(x, idx, weights)
+            outs.append(impl.combine_split(impl.expert(*there), there[1]))
         x = x.dequantize(jnp.float32) if isinstance(x, jax_ep.Quantized) else x.astype(jnp.float32)
         expected = x * jnp.where(idx < 0, 0, weights).sum(1, keepdims=True)
         largest = jnp.maximum(jnp.abs(expected).max(), 1e-6)
@@ -162,10 +166,11 @@ class Case:
     name: str
     layout: str
     choice: str  # of the capacity
+    mode: str = "throughput"
 
     @property
     def is_ours(self) -> bool:
-        """Whether layout, capacity and SMs concern it."""
+        """Whether layout, capacity, mode and SMs concern it."""
         return self.name in OURS
 
     @property
@@ -184,7 +189,9 @@ class Case:
     def implementation(self):
         """Who does it."""
         setting, has_tail = self.setting, self.choice == "default"  # which also is what zero_tail is by default
-        return implementations.make(self.name, setting.workload, setting.traffic, self.layout, self.capacity, has_tail)
+        return implementations.make(
+            self.name, setting.workload, setting.traffic, self.layout, self.capacity, has_tail, self.mode
+        )
 
 
 def attempt(fn):
@@ -234,15 +241,18 @@ def steady(plan: Plan, show: Callable[[dict], None], say: Callable[[str], None])
 
 
 def _cases(plan: Plan, setting: Setting) -> Iterator[Case]:
-    """Layouts and capacities are ours only."""
+    """Layouts, capacities and modes are ours only."""
     settings = [setting]
     if setting.workload.routing == "alone" and setting.over.devices.size > 1:
         settings.append(setting.of_one())
     for name in plan.implementations:
         for layout in plan.layouts if name in OURS else ("token",):  # the layout whose limit is smallest
             for choice in plan.capacities if name in OURS else ("demand",):
-                # A group of one is what an empty peer of ours is compared with.
-                yield from (Case(s, name, layout, choice) for s in (settings if name in OURS else settings[:1]))
+                for mode in plan.modes if name in OURS else ("",):
+                    # A group of one is what an empty peer of ours is compared with.
+                    yield from (
+                        Case(s, name, layout, choice, mode) for s in (settings if name in OURS else settings[:1])
+                    )
 
 
 def _case_rows(plan: Plan, machine: Machine, case: Case, full: Setting) -> Iterator[dict]:
@@ -250,15 +260,18 @@ def _case_rows(plan: Plan, machine: Machine, case: Case, full: Setting) -> Itera
     setting = case.setting
     workload, compile_ = setting.workload, compiler(setting.over)
     impl = case.implementation()
+    is_split = case.is_ours and plan.is_split and case.mode == plan.modes[0]  # halves do not depend on the mode
     ready, problem = None, _too_large(case) if case.is_ours else ""
     if not problem:
-        ready, problem = attempt(partial(prepare, impl, compile_, setting.args))
-    for op, step, operands, num_linked in _steps(plan, impl, setting.args, ready):
-        default, most = default_num_sms(full, case.layout, op) if case.name == "cuda" else (None, None)
+        ready, problem = attempt(partial(prepare, impl, compile_, setting.args, is_split))
+    for op, step, operands, num_linked in _steps(plan, impl, setting.args, ready, is_split):
+        mode = chosen_mode(case, op, compile_, partial(step, impl), None if problem else operands)
+        default, most = default_num_sms(full, case.layout, op, mode) if case.name == "cuda" else (None, None)
         for num_sms in sms_values(plan.num_sms, default, most) if case.is_ours else (None,):
             row = {"workload": workload.name, "implementation": case.name + plan.suffix, "op": op}
             row |= {"num_ranks": setting.traffic.num_ranks, "of": dataclasses.asdict(workload)}
             row |= {"layout": case.layout, "capacity": case.choice} if case.is_ours else {"layout": "", "capacity": ""}
+            row |= {"mode": "latency" if is_half(op) else case.mode, "chosen_mode": mode}
             row |= {"capacity_rows": case.capacity if case.is_ours else None}
             row |= {"num_sms": num_sms, "is_default": num_sms is not None and num_sms == default}
             trouble = problem
@@ -275,7 +288,23 @@ def _case_rows(plan: Plan, machine: Machine, case: Case, full: Setting) -> Itera
             yield row
 
 
-def _steps(plan: Plan, impl, args, ready) -> list[tuple]:
+def is_half(op: str) -> bool:
+    """Whether the op is done by start and done, which always go by the slots of latency mode."""
+    return op.endswith(" split")
+
+
+def chosen_mode(case: Case, op: str, compile_, step: Callable, operands) -> str:
+    """The mode that a call takes: what "auto" becomes is read from the lowered program, if there is one."""
+    if is_half(op):
+        return "latency"
+    if case.name != "cuda" or case.mode != "auto" or operands is None:
+        return case.mode
+    lowered, _ = attempt(lambda: compile_(step).trace(*operands).lower(lowering_platforms=("cuda",)).as_text())
+    slots = re.findall(r"num_slots = (\d+)", lowered or "")
+    return "auto" if not slots else "latency" if int(slots[0]) else "throughput"
+
+
+def _steps(plan: Plan, impl, args, ready, is_split: bool = False) -> list[tuple]:
     """(op, function of an implementation and operands, operands, how many of their first arrays are linked).
 
     Linked: x and topk_idx, on which all of dispatch hangs; the rows, on which all of combine's work does.
@@ -288,20 +317,29 @@ def _steps(plan: Plan, impl, args, ready) -> list[tuple]:
     steps.append(("combine", lambda i, *a: i.combine(*a), (rows, state), 1))
     if isinstance(impl, implementations.JaxEp) and impl.workload.sent != "rows":
         steps.append(("combine fp8", lambda i, *a: i.combine_fp8(*a), (rows, state), 1))
+    if is_split:
+        steps.append(("dispatch split", lambda i, *a: i.dispatch_split(*a), args, num_x + 1))
+        steps.append(("combine split", lambda i, *a: i.combine_split(*a), (rows, state), 1))
     return [step for step in steps if step[0].split()[0] in plan.ops]
 
 
-def default_num_sms(setting: Setting, layout: str, op: str) -> tuple[int | None, int | None]:
-    """What a CUDA call without `num_sms` takes (see tuning.py), and the most that it could; None: not known."""
+def default_num_sms(setting: Setting, layout: str, op: str, mode: str) -> tuple[int | None, int | None]:
+    """What a CUDA call without `num_sms` takes (see tuning.py), and the most that it could; None: not known.
+
+    `mode` is what the call takes: not "auto".
+    """
     placement = bootstrap.placement(group.mesh_groups(setting.over, AXIS))
     if placement is None:
         return None, None
-    workload = setting.workload
+    workload, num_ranks = setting.workload, setting.traffic.num_ranks
+    if mode == "latency":
+        chosen = tuning.latency_num_sms(placement, num_ranks=num_ranks, num_tokens=workload.num_tokens)
+        return chosen, placement.max_num_sms
     chosen = tuning.default_num_sms(
         placement,
         op=op.split()[0].replace("again", "dispatch"),
         layout=layout,
-        num_ranks=setting.traffic.num_ranks,
+        num_ranks=num_ranks,
         num_experts=workload.num_experts,
         num_topk=workload.num_topk,
         num_tokens=workload.num_tokens,
@@ -322,7 +360,8 @@ def first_call(plan: Plan) -> dict:
     """First call against steady calls of one freshly compiled program, ours and a control, in this process."""
     over = mesh()
     compile_, num_ranks = compiler(over), over.devices.size
-    case = Case(Setting.of(plan.workloads[0], over), plan.implementations[0], plan.layouts[0], plan.capacities[0])
+    setting = Setting.of(plan.workloads[0], over)
+    case = Case(setting, plan.implementations[0], plan.layouts[0], plan.capacities[0], plan.modes[0])
     impl, args = case.implementation(), case.setting.args
     if case.is_ours and plan.num_sms:
         impl = dataclasses.replace(impl, num_sms=plan.num_sms[0])
@@ -340,7 +379,7 @@ def first_call(plan: Plan) -> dict:
         return half * weights.sum(1, keepdims=True).astype(x.dtype)
 
     result = {"workload": impl.workload.name, "implementation": case.name, "layout": case.layout}
-    result["num_ranks"] = num_ranks
+    result |= {"mode": case.mode, "num_ranks": num_ranks}
     times = {}
     for key, fn in (("ours", ours), ("control", control)):  # ours first: nothing has warmed the device for it
         entered_ns = int if key == "control" else lambda: jax_ep.debug.stats()["dispatch_entered_ns"]

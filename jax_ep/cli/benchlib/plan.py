@@ -17,11 +17,14 @@ class Plan:
     implementations: tuple[str, ...]  # (): all that the platform has
     layouts: tuple[str, ...]
     capacities: tuple[str, ...]
+    modes: tuple[str, ...]
     num_sms: tuple[int, ...]  # (): by the model of tuning.py; several: a sweep, the model's choice among them
     ops: tuple[str, ...]  # of workloads.OPS
     num_calls: int
     repeats: int
     ranks_per_device: int | None  # None: ask the platform (one per GPU, all on the CPU)
+    is_split: bool  # start and done, too
+    is_host_timed: bool
     is_first_call: bool
     suffix: str  # to the implementations' names: what is special about these processes
     json_path: str | None

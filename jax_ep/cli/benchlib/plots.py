@@ -38,6 +38,7 @@ def _bars(plt, rows: list[dict]):
     from matplotlib.ticker import NullFormatter
 
     names = list(dict.fromkeys(row["workload"] for row in rows))
+    has_modes = len(_modes(rows)) > 1
     ops = list(dict.fromkeys(row["op"] for row in rows))
     tallest = max(sum(row["workload"] == name and row["op"] == ops[0] for row in rows) for name in names)
     size = (5.5 * len(ops), 1 + len(names) * (1.4 + 0.3 * tallest))
@@ -49,7 +50,7 @@ def _bars(plt, rows: list[dict]):
                 axis.set_axis_off()
                 continue
             bars = axis.barh(range(len(shown)), [row["us"] for row in shown], color=BLUE)
-            axis.set_yticks(range(len(shown)), [_bar_label(row) for row in shown])
+            axis.set_yticks(range(len(shown)), [_bar_label(row, has_modes) for row in shown])
             axis.bar_label(bars, [f"{row['us']:.0f}" for row in shown], padding=3, fontsize=8)
             for y, row in enumerate(shown):
                 if row["limit_us"]:  # 0: nothing crosses
@@ -63,9 +64,19 @@ def _bars(plt, rows: list[dict]):
     return figure
 
 
-def _bar_label(row: dict) -> str:
+def _modes(rows: list[dict]) -> set[str]:
+    """Those that a picture must tell apart: of calls as a whole, and of files from before there were any."""
+    return {row.get("mode", "throughput") for row in rows if not row["op"].endswith(" split")} - {""}
+
+
+def _mode(row: dict, has_modes: bool) -> str:
+    return row.get("mode", "throughput") if has_modes and not row["op"].endswith(" split") else ""
+
+
+def _bar_label(row: dict, has_modes: bool) -> str:
     sms = f"{row['num_sms']} SMs" if row["num_sms"] else ""
-    return " ".join(filter(None, (row["implementation"], row["layout"], row["capacity"], sms)))
+    words = (row["implementation"], row["layout"], row["capacity"], _mode(row, has_modes), sms)
+    return " ".join(filter(None, words))
 
 
 def points(rows: list[dict], over: str, least: int) -> list[tuple[str, dict]]:
@@ -74,6 +85,7 @@ def points(rows: list[dict], over: str, least: int) -> list[tuple[str, dict]]:
     Where no curve has `least` points there is no entry. Of several numbers of SMs the default counts, else the fastest.
     """
     chosen: dict[tuple, dict] = {}
+    has_modes = len(_modes(rows)) > 1
     for row in rows:
         of = row["of"]
         if of["routing"] == "alone":
@@ -82,6 +94,7 @@ def points(rows: list[dict], over: str, least: int) -> list[tuple[str, dict]]:
         if over == "ranks":
             x, fixed = row["num_ranks"], f"{of['num_tokens']} tokens"
         kind = [
+            _mode(row, has_modes),
             "" if of["routing"] == "uniform" else of["routing"],
             "" if of["sent"] == "rows" else f"FP8 {of['sent']}",
         ]

@@ -9,7 +9,7 @@ import sys
 
 import jax
 
-from jax_ep.cli.benchlib import implementations, measure, plots, report
+from jax_ep.cli.benchlib import host, implementations, measure, plots, report
 from jax_ep.cli.benchlib.plan import Plan
 
 
@@ -43,6 +43,8 @@ def run(plan: Plan) -> int:
     else:
         say(report.HEADER)
         result = save(measure.steady(plan, show, say))
+        if plan.is_host_timed:
+            result = save(result | {"host": host.lines(plan, say)})
     if is_first and plan.png_path:
         plots.draw([result], plan.png_path)
     return 0

@@ -11,7 +11,7 @@ import jaxlib
 import jax_ep
 
 HEADER = (
-    f"{'workload':<14}{'implementation':<18}{'layout':<9}{'capacity':<10}{'op':<13}{'SMs':>5}"
+    f"{'workload':<14}{'implementation':<18}{'layout':<9}{'capacity':<10}{'mode':<17}{'op':<15}{'SMs':>5}"
     f"{'us':>10}{'wire GB/s':>11}{'limit us':>10}{'% limit':>9}"
 )
 
@@ -31,10 +31,16 @@ def environment() -> dict:
 
 
 def format_row(row: dict) -> str:
-    """One line of the table. "12*" SMs: what the call takes by default. A group of one among several: "name/1"."""
+    """One line of the table. "12*" SMs: what the call takes by default.
+
+    "auto=latency": what "auto" became. A group of one among several: "name/1".
+    """
     name = row["workload"] + ("/1" if row["num_ranks"] < jax.device_count() else "")
     sms = "" if row["num_sms"] is None else f"{row['num_sms']}{'*' if row['is_default'] else ''}"
-    start = f"{name:<14}{row['implementation']:<18}{row['layout']:<9}{row['capacity']:<10}{row['op']:<13}{sms:>5}"
+    mode = row["mode"] + (f"={row['chosen_mode']}" if row["mode"] == "auto" != row["chosen_mode"] else "")
+    start = (
+        f"{name:<14}{row['implementation']:<18}{row['layout']:<9}{row['capacity']:<10}{mode:<17}{row['op']:<15}{sms:>5}"
+    )
     if row["error"]:
         return f"{start}  {row['error']}"
     return f"{start}{row['us']:>10.1f}{row['wire_gb_s']:>11.1f}{row['limit_us']:>10.1f}{row['percent_of_limit']:>9.1f}"

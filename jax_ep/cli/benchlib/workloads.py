@@ -8,7 +8,8 @@ import numpy as np
 
 from jax_ep import testing
 
-OPS = ("dispatch", "again", "combine", "combine fp8")  # again: a second tensor along the handle
+# again: a second tensor along the handle; split: start and done
+OPS = ("dispatch", "again", "combine", "combine fp8", "dispatch split", "combine split")
 SENT = ("rows", "fp8", "pair")  # rows of dtype; quantised by dispatch; quantised before it, opaque to it
 ROUTINGS = (
     *testing.ROUTINGS,
@@ -42,7 +43,7 @@ class Workload:
 
     def crossing_bytes(self, op: str) -> int:
         """Of a row on its way from rank to rank."""
-        is_narrow = op == "combine fp8" or (op in ("dispatch", "again") and self.sent != "rows")
+        is_narrow = op == "combine fp8" or (not op.startswith("combine") and self.sent != "rows")
         return self.fp8_bytes if is_narrow else self.row_bytes
 
 
@@ -54,6 +55,10 @@ WORKLOADS = {
         Workload("W1q", 4096, sent="fp8"),
         Workload("W1-1024", 1024),
         Workload("W2", 128),
+        Workload("W2q", 128, sent="fp8"),
+        Workload("W2-1", 1),
+        Workload("W2-8", 8),
+        Workload("W2-32", 32),
         Workload("W3", 8192),
         Workload("W6-zipf", 4096, routing="zipf"),
         Workload("W6-one", 4096, routing="one_rank"),
@@ -121,7 +126,7 @@ class Traffic:
         tokens, sent = workload.num_tokens * self.num_ranks, int(self.sent.sum())
         rows, several = (sent, 0) if layout == "token" else (int(self.rows.sum()), int(self.several.sum()))
         row_bytes, crossing = workload.row_bytes, workload.crossing_bytes(op)
-        if op == "combine":
+        if op in ("combine", "combine split"):
             return (rows + 2 * several + tokens) * row_bytes
         if op == "combine fp8":
             return (rows + tokens) * row_bytes + 2 * sent * crossing
