@@ -76,12 +76,10 @@ template <> struct Payload<DType::kBF16> {
     return a;
   }
   __device__ static void unpack(int4 v, float *f) {
-    const __nv_bfloat162 *s = reinterpret_cast<const __nv_bfloat162 *>(&v);
+    const uint32_t *s = reinterpret_cast<const uint32_t *>(&v);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 g = __bfloat1622float2(s[i]);
-      f[2 * i] = g.x, f[2 * i + 1] = g.y;
-    }
+    for (int i = 0; i < 4; ++i) // a value is the upper half of its float
+      f[2 * i] = __uint_as_float(s[i] << 16), f[2 * i + 1] = __uint_as_float(s[i] & 0xffff0000);
   }
   __device__ static int4 pack(const float *f) {
     int4 v;

@@ -51,7 +51,9 @@ Plan make_plan(const CombineParams &p) {
     const int64_t wanted = 1 + (few > by_size ? few : by_size), most = row_bytes / kSmallestPiece;
     return int(wanted < most ? wanted : most < 1 ? 1 : most);
   };
-  plan.reduce = GatherPlan::make(p.y_bytes, kVectorUnit, p.layout == Layout::kToken ? 1 : p.call.num_topk,
+  const bool is_token_layout = p.layout == Layout::kToken;
+  // Of single rows whole steps of the quantiser are taken; of several, as little at a time as leaves room for many warps.
+  plan.reduce = GatherPlan::make(p.y_bytes, is_token_layout ? kQuantUnit : kVectorUnit, is_token_layout ? 1 : p.call.num_topk,
                                  pieces(p.y_bytes, p.call.num_topk), kWarps, room, p.use_bulk);
   plan.pull = GatherPlan::make(p.call.row_bytes, is_wire ? WireRow::kGroupBytes : kVectorUnit, holders,
                                pieces(p.call.row_bytes, holders), kWarps, room, p.use_bulk);

@@ -81,31 +81,48 @@ template <DType kType, int kUnroll, class RowAt> struct StorePartial {
   }
 };
 
-// The same, quantised into a WireRow. Steps begin and end at multiples of 128 channels, which are 16 lanes (32 for f32).
+// The same, quantised into a WireRow. Steps begin and end at multiples of 128 channels.
 template <DType kType, class RowAt> struct StoreWire {
   RowAt row_at;
 
   template <class Fetch> __device__ void operator()(const GatherStep &s, Fetch fetch) const {
     using Row = Payload<kType>;
-    constexpr int kLanes = Row::kLanes, kGroupLanes = WireRow::kBlock / kLanes;
+    using Lane = QuantLane<kType>;
+    constexpr int kVectors = Lane::kVectors;
     const int lane = threadIdx.x % kWarpSize;
     const float weights = s.is_scaled ? s.weight_in_order() : 1.f;
-    for (int base = s.begin; base < s.end; base += kVectorUnit) {
-      int here[1];
-      vectors_at(s, base, here);
-      float acc[1][kLanes] = {};
-      sum_vectors<kType, 1, false>(s, fetch, here, weights, acc);
-      float f[kLanes];
-      Row::unpack(Row::pack(acc[0]), f); // rounded to the payload's type before it is quantised
-      uint32_t q[kLanes / 4];
-      const Fp8Scale scale = quantize_vector<kLanes>(f, Quantize::kFp8, q);
-      const int at = here[0];
-      if (at < 0) continue;
-      const int channel = at / (16 / kLanes), in_group = channel % WireRow::kGroup;
-      char *group = row_at(s.index) + channel / WireRow::kGroup * WireRow::kGroupBytes;
+    const bool is_pair = Row::kCanAddPairs && (s.count == 1 || s.count == 2) && !s.is_scaled;
+    for (int base = s.begin; base < s.end; base += kQuantUnit) {
+      __builtin_assume(base >= 0); // so every fetch has a place
+      const int here = base + lane * Lane::kBytes;
+      const bool is_inside = here < s.end;
+      int at[kVectors]; // lanes outside read what is there, and store nothing
 #pragma unroll
-      for (int i = 0; i < kLanes / 4; ++i) reinterpret_cast<uint32_t *>(group + in_group)[i] = q[i];
-      if (lane % kGroupLanes == 0)
+      for (int u = 0; u < kVectors; ++u) at[u] = (is_inside ? here : base) + u * 16;
+      Lane part; // rounded to the payload's type before it is quantised
+      if (is_pair) {
+#pragma unroll
+        for (int u = 0; u < kVectors; ++u) part.v[u] = fetch(0, at[u]);
+        if (s.count == 2) {
+#pragma unroll
+          for (int u = 0; u < kVectors; ++u) part.v[u] = Row::add_pair(part.v[u], fetch(1, at[u]));
+        } else {
+#pragma unroll
+          for (int u = 0; u < kVectors; ++u) part.v[u] = Row::add_pair(int4{}, part.v[u]); // -0 becomes +0
+        }
+      } else {
+        float acc[kVectors][Row::kLanes] = {};
+        sum_vectors<kType, kVectors, false>(s, fetch, at, weights, acc);
+#pragma unroll
+        for (int u = 0; u < kVectors; ++u) part.v[u] = Row::pack(acc[u]);
+      }
+      uint32_t words[Lane::kWords];
+      const Fp8Scale scale = part.quantize(Quantize::kFp8, words);
+      if (!is_inside) continue;
+      const int channel = here / int(dtype_bytes(kType)), in_group = channel % WireRow::kGroup;
+      char *group = row_at(s.index) + channel / WireRow::kGroup * WireRow::kGroupBytes;
+      Lane::store(group + in_group, words);
+      if (lane % Lane::kPerBlock == 0)
         reinterpret_cast<float *>(group + WireRow::kGroup)[in_group / WireRow::kBlock] = scale.scale;
     }
   }
@@ -151,13 +168,14 @@ template <DType kType> struct StoreOutOfWire {
   char *out;
   const char *bias;
   int64_t row_bytes;
-  int64_t first_token;
+  int first_token;
 
   template <class Fetch> __device__ void operator()(const GatherStep &s, Fetch fetch) const {
     using Row = Payload<kType>;
     constexpr int kVectors = 16 / Row::kLanes;
     const int lane = threadIdx.x % kWarpSize;
     for (int base = s.begin; base < s.end; base += WireRow::kGroupBytes) {
+      __builtin_assume(base >= 0); // so every fetch has a place
       float acc[16] = {};
       for (int i = 0; i < s.count; ++i) {
         const int4 v = fetch(i, base + lane * 16);
@@ -169,13 +187,13 @@ template <DType kType> struct StoreOutOfWire {
 #pragma unroll
         for (int j = 0; j < 16; ++j) acc[j] = __fadd_rn(acc[j], __fmul_rn(f[j], scale));
       }
-      const int64_t at = (int64_t(base / WireRow::kGroupBytes) * WireRow::kGroup + lane * 16) * (16 / Row::kLanes);
-      const int64_t row = (first_token + s.index) * row_bytes;
+      const int at = (base / WireRow::kGroupBytes * WireRow::kGroup + lane * 16) * (16 / Row::kLanes);
+      const int64_t row = int64_t(first_token + s.index) * row_bytes + at;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        if (at + v * 16 >= row_bytes) continue;
-        if (bias) add_row<kType>(acc + v * Row::kLanes, load_row(bias + row + at + v * 16));
-        store_row(out + row + at + v * 16, Row::pack(acc + v * Row::kLanes));
+        if (at + v * 16 >= int(row_bytes)) continue;
+        if (bias) add_row<kType>(acc + v * Row::kLanes, load_row(bias + row + v * 16));
+        store_row(out + row + v * 16, Row::pack(acc + v * Row::kLanes));
       }
     }
   }

@@ -55,7 +55,7 @@ Plan make_plan(const DispatchParams &p, bool is_route) {
   MovePlan &move = plan.move;
   if (quantises || p.use_bulk) {
     const int64_t most = !quantises ? kMaxStage : p.use_bulk ? kMaxQuantStage : kVectorQuantStage;
-    const int64_t unit = quantises ? 128 * dtype_bytes(p.dtype) : 16, chunks = (p.x_bytes + most - 1) / most;
+    const int64_t unit = quantises ? kQuantUnit : 16, chunks = (p.x_bytes + most - 1) / most;
     move.stage_bytes = int(round_up((p.x_bytes + chunks - 1) / chunks, unit));
     if (quantises) {
       move.quant_bytes = int(move.stage_bytes / dtype_bytes(p.dtype));
