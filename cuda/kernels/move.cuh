@@ -84,7 +84,7 @@ template <bool kRoute> __device__ __forceinline__ void send_scalars(const Dispat
   }
 }
 
-// The side row at `src` to each lane's `dst` (null: none). Any width: words where it is a multiple of 4, else bytes.
+// The side row at `src` to each lane's `dst` (null: none). Any width and place: in the widest units that divide both.
 template <class Unit>
 __device__ __forceinline__ void copy_side_units(const char *src, char *dst, int64_t side_bytes, int lane) {
   const int64_t units = side_bytes / int64_t(sizeof(Unit));
@@ -99,7 +99,10 @@ __device__ __forceinline__ void copy_side_units(const char *src, char *dst, int6
   }
 }
 __device__ __forceinline__ void copy_side(const char *src, char *dst, int64_t side_bytes, int lane) {
-  if (side_bytes % 4 == 0) copy_side_units<uint32_t>(src, dst, side_bytes, lane);
+  const auto places = reinterpret_cast<uintptr_t>(src) | reinterpret_cast<uintptr_t>(dst) | uintptr_t(side_bytes);
+  const unsigned rest = __reduce_or_sync(kFullWarp, unsigned(places) % 16);
+  if (rest == 0) copy_side_units<int4>(src, dst, side_bytes, lane);
+  else if (rest % 4 == 0) copy_side_units<uint32_t>(src, dst, side_bytes, lane);
   else copy_side_units<uint8_t>(src, dst, side_bytes, lane);
 }
 
