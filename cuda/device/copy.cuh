@@ -184,10 +184,10 @@ __device__ __forceinline__ void bulk_commit() {
 #endif
 }
 
-// The shared memory of this thread's stores may be overwritten.
-__device__ __forceinline__ void bulk_wait_read() {
+// The shared memory of this thread's stores may be overwritten, but for its latest `kPending` groups.
+template <int kPending = 0> __device__ __forceinline__ void bulk_wait_read() {
 #if __CUDA_ARCH__ >= 900
-  cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
+  cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<kPending>());
 #endif
 }
 

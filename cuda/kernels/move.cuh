@@ -1,7 +1,8 @@
 // Dispatch, the sender's side: a warp loads a token's row once and stores it to every row that it becomes.
 //
 // With bulk copies each warp has two stages in shared memory: while the copy engine reads one to the destinations, the
-// next part of a row comes into the other. Where the next row goes is read from memory while both are under way.
+// next part of a row comes into the other. Where the next row goes is read from memory while both are under way. A warp
+// that quantises writes its parts into two more, in turns, so that the engine reads one while it fills the other.
 #pragma once
 
 #include "cuda/device/quantize.cuh"
@@ -15,8 +16,11 @@ struct MovePlan {
   int stage_bytes;  // of an operand row that move at a time
   int quant_bytes;  // what they become when quantised, else 0
   int scale_bytes;  // scales of a whole row, else 0
+  JAX_EP_HD int64_t parts_bytes(bool use_bulk) const {
+    return round_up(use_bulk ? 2 * (stage_bytes + quant_bytes) : quant_bytes, 128);
+  }
   JAX_EP_HD int warp_bytes(bool use_bulk) const {
-    return int(round_up((use_bulk ? 2 * stage_bytes : 0) + quant_bytes, 128) + round_up(scale_bytes, 128));
+    return int(parts_bytes(use_bulk) + round_up(scale_bytes, 128));
   }
 };
 
@@ -196,8 +200,7 @@ __device__ __forceinline__ unsigned move_rows_bulk(const DispatchParams &p, cons
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   if (warp >= plan.num_warps) return parity;
   char *stages = room + warp * plan.warp_bytes(true);
-  char *quantised = stages + 2 * plan.stage_bytes;
-  char *scales = stages + round_up(2 * plan.stage_bytes + plan.quant_bytes, 128);
+  char *scales = stages + plan.parts_bytes(true);
   BulkBarrier *bar = bars + 2 * warp;
   const int row_bytes = source.bytes();
   auto start = [&](const typename Source::Item &item, int at, int stage) {
@@ -225,7 +228,8 @@ __device__ __forceinline__ unsigned move_rows_bulk(const DispatchParams &p, cons
     char *dst = source.dst(now), *from = stages + stage * plan.stage_bytes;
     if constexpr (Source::kQuantize) {
       const int item = int(dtype_bytes(p.dtype)), channels = bytes / item, first = at / item;
-      bulk_wait_read(); // earlier stores no longer read the quantised part
+      char *quantised = stages + 2 * plan.stage_bytes + stage * plan.quant_bytes;
+      bulk_wait_read<1>(); // the stores before the latest no longer read it: every part is a group
       __syncwarp();
       warp_quantize(p.dtype, from, channels, quantised,
                     scales + first / 128 * (p.quantize == Quantize::kFp8 ? 4 : 1), p.quantize);
@@ -254,7 +258,7 @@ __device__ void move_rows_vector(const DispatchParams &p, const MovePlan &plan, 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   if (warp >= plan.num_warps) return;
   char *quantised = room + warp * plan.warp_bytes(false);
-  char *scales = quantised + round_up(plan.quant_bytes, 128);
+  char *scales = quantised + plan.parts_bytes(false);
   // To every row in `todo`: bytes [at, at + bytes) of a row, found at `src`.
   auto send = [&](const char *src, char *dst, unsigned todo, int64_t at, int64_t bytes) {
     for (int64_t first = 0; todo && first < bytes; first += kUnroll * kWarpSize * 16) {
