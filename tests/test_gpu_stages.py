@@ -98,14 +98,14 @@ class FakeKernels:
         self.shape, self.calls = shape, []
 
     def bytes(self, name):
-        return 0 if name == "side" else 16
+        return self.shape["side_bytes"] if name == "side" else 16
 
     def write(self, name, rank, data):
         shape = self.shape
         assert name == "topk_idx" and len(data) == shape["num_tokens"] * shape["num_topk"] * 4
 
     def fill(self, name, byte):
-        assert name != "side"
+        assert self.bytes(name)
 
     def launch(self, op):
         self.calls.append(op)
@@ -131,20 +131,32 @@ def test_kernels_are_timed_for_every_combination(monkeypatch, capsys):
         made.append(FakeKernels(**shape))
         return made[-1]
 
-    words = "--ranks 2,4 --sms 8 --tokens 64 --layout token,batched --bulk both --quantize fp8 --wire fp8_wire"
-    time_kernels.main(words.split(), loopback)
-    header, *lines = capsys.readouterr().out.splitlines()
-    assert header.split() == ["R", "SMs", "tokens", "layout", "copies", "capacity", "dispatch", "again", "combine"]
-    assert [line.split()[:5] for line in lines] == [
-        [ranks, "8", "64", layout, copies]
+    def lines_of(words):
+        time_kernels.main(words.split(), loopback)
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    header, *lines = lines_of("--ranks 2,4 --sms 8 --tokens 64 --layout token,batched --bulk both --wire fp8_wire")
+    assert header[:8] == ["work", "R", "SMs", "tokens", "layout", "copies", "wire", "capacity"]
+    assert header[8:] == ["dispatch", "GB/s", "again", "GB/s", "combine", "GB/s"]
+    assert [line[:7] for line in lines] == [
+        ["W1", ranks, "8", "64", layout, copies, "fp8_wire"]
         for ranks in ("2", "4")
         for layout in ("token", "batched")
         for copies in ("bulk", "vector")
     ]
-    assert all(line.split()[6:] == ["8.0", "4.0", "8.0"] for line in lines)
+    assert all(line[8::2] == ["8.0", "4.0", "8.0"] for line in lines)
     shape = made[0].shape
-    assert (shape["quantize"], shape["wire"], shape["layout"], shape["row_bytes"]) == (1, 3, 1, 14336)
+    assert (shape["quantize"], shape["wire"], shape["layout"], shape["row_bytes"]) == (0, 3, 1, 14336)
     assert shape["capacity"] == 128  # 64 tokens from each of two ranks at most
-    with pytest.raises(SystemExit):
-        time_kernels.main(["--layout", "rows"], loopback)
+
+    # Every token goes to its only rank: a row of 14336 bytes is read, one of 7392 written (or read, of a pair).
+    made.clear()
+    _, quantised, pair = lines_of("--on 1x4 --workload W1q,W1f --tokens 1000 --layout token --ops dispatch,combine")
+    assert quantised[8:10] == ["4.0", f"{(14336 + 7392) * 1000 / 4e3:.0f}"]
+    assert pair[8:] == ["4.0", f"{2 * 7392 * 1000 / 4e3:.0f}", "-", "-"]
+    shapes = [[fake.shape[name] for name in ("quantize", "side_bytes", "row_bytes")] for fake in made]
+    assert shapes == [[1, 0, 14336], [0, 224, 7168]]
+    for words in ("--layout rows", "--workload W9", "--ops send", "--wire fp8"):
+        with pytest.raises(SystemExit):
+            time_kernels.main(words.split(), loopback)
     del sys.modules["time_kernels"]

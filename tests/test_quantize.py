@@ -1,7 +1,7 @@
 """The FP8 quantiser: every bit against the oracle, error bounds, special values, the straight-through gradient.
 
-Inputs: all bfloat16 and float16 and many float32 values, in blocks of like and of unlike size; zero, tiny and huge
-rows, infinities, NaN of both signs. How quantised rows travel is tested with dispatch and combine.
+Inputs: all bfloat16 and float16 and many float32 values, in blocks of like and of unlike size; ties between codes;
+zero, tiny and huge rows, infinities, NaN of both signs. How quantised rows travel is tested with dispatch and combine.
 """
 
 import doctest
@@ -28,15 +28,28 @@ def test_example():
 
 
 def every_pattern(dtype):
-    """All 2**16 patterns of a 16-bit type, in order (like sizes share a block), strided, and at random."""
+    """All 2**16 patterns of a 16-bit type, in order (like sizes share a block), strided, at random, and in blocks of
+    several largest values."""
     values = np.arange(2**16, dtype=np.uint16)
     shuffled = np.random.default_rng(0).permutation(values)
     rows = [values.reshape(-1, 256), values.reshape(256, -1).T, shuffled.reshape(-1, 256)]
+    infinity = np.array(np.inf, dtype).view(np.uint16)
+    for largest in np.linspace(1, infinity - 1, 8).astype(np.uint16):  # bits order like the magnitudes they encode
+        rows.append(patterns_up_to(largest, infinity))
     return np.concatenate([np.ascontiguousarray(r) for r in rows]).view(dtype)
 
 
+def patterns_up_to(largest, infinity):
+    """Every pattern of at most this magnitude, and every infinity and NaN, in blocks that begin with the largest."""
+    values = np.arange(2**16, dtype=np.uint16)
+    magnitude = values & 0x7FFF
+    values = values[(magnitude <= largest) | (magnitude >= infinity)]
+    blocks = np.resize(values, (-(-len(values) // 254), 2, 127))
+    return np.insert(blocks, 0, largest, axis=-1).reshape(-1, 256)
+
+
 def float32_values():
-    """Random bits, normal numbers of every scale, and each special value in a row of ordinary ones."""
+    """Random bits, normal numbers of every scale, each special value in a row of ordinary ones, ties between codes."""
     rng = np.random.default_rng(1)
     bits = rng.integers(0, 2**32, (64, 256), dtype=np.uint64).astype(np.uint32).view(np.float32)
     scaled = np.ldexp(rng.uniform(-1, 1, (512, 256)), rng.integers(-149, 128, (512, 1))).astype(np.float32)
@@ -46,7 +59,12 @@ def float32_values():
     alone[:, 5] = special
     mixed = rng.standard_normal(alone.shape).astype(np.float32)
     mixed[:, ::7] = special[:, None]
-    return np.concatenate([bits, scaled, alone, mixed])
+    codes = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    ties = np.append((codes[1:] + codes[:-1]) / 2, np.float32([448, 0]))  # a block
+    around = [np.append(np.nextafter(ties[:-2], np.float32(end)), ties[-2:]) for end in (0, 500)]
+    scales = np.float32(2.0 ** np.array([[-100], [-30], [0], [1], [100]]))
+    ties = np.concatenate([np.append(row, -row) * scales for row in (ties, *around)])
+    return np.concatenate([bits, scaled, alone, mixed, ties])
 
 
 @functools.cache

@@ -50,7 +50,7 @@ def stages(cache: str) -> list[Stage]:
     plan = [Stage("loopback", None, 300, ("test_loopback.py",), NO_XLA)]
     plan += [Stage("loopback latency", None, 200, ("test_loopback_latency.py",), NO_XLA)]
     plan += [Stage("loopback fuzz", None, 120, ("test_fuzz_loopback.py",), NO_XLA)]
-    plan += [Stage("quantiser", None, 90, ("test_quantize_device.py",))]
+    plan += [Stage("quantiser", None, 120, ("test_quantize_device.py",))]
     plan += [Stage("R=1", 1, 60, (exchange, programs, "-k", "routings or direct or 1000_are or recorded"))]
     plan += [Stage(f"R={r}", r, 90, (exchange, *some)) for r in (2, 3)]
     plan += [Stage("R=4 all cases", 4, 200, (exchange,)), Stage("R=8", 8, 120, (exchange, *some))]

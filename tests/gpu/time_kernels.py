@@ -1,13 +1,14 @@
 """Times the kernels alone: R ranks on R streams of one process and one GPU, CUDA events, without XLA.
 
     python tests/gpu/time_kernels.py --ranks 2,8 --sms 16 --layout token,expert
-    python tests/gpu/time_kernels.py --ranks 8 --sms 8,12,16 --tokens 128,4096 --bulk both --quantize fp8
+    python tests/gpu/time_kernels.py --ranks 8 --sms 8,12,16 --tokens 128,4096 --bulk both
+    python tests/gpu/time_kernels.py --on 8x16,2x24 --workload W1,W1f,W1q --layout token --wire none,fp8_wire
 
-A line per combination of the options that are lists; us of the slowest rank over back-to-back calls, median of
-`--repeats` such runs. W1's shape unless said otherwise, capacity = demand rounded up to 128. "again" is a dispatch
-along the handle. A pair quantised before dispatch is `--hidden 3584 --side 224`: rows of 7168 bytes with their scales
-(its combine has no counterpart). Needs jax_ep with its CUDA extension, or the checkout on PYTHONPATH after a developer
-build.
+A line per combination of the options that are lists. Of each operation: us of the slowest rank over back-to-back calls,
+median of `--repeats` such runs, and GB/s, read plus write, of all ranks together: the bytes that the limit of
+docs/performance.md counts, over this time. "again" is a dispatch along the handle. Workloads are the bench's: W1f sends
+pairs that were quantised before (its combine would be W1's and is left out), W1q quantises in dispatch. Capacity is the
+demand rounded up to 128. Needs jax_ep with its CUDA extension, or the checkout on PYTHONPATH after a developer build.
 """
 
 from __future__ import annotations
@@ -17,64 +18,73 @@ import itertools
 import statistics
 
 from jax_ep.cli.benchlib import workloads
-from jax_ep.cli.benchlib.workloads import ROUTINGS, WORKLOADS, Traffic
+from jax_ep.cli.benchlib.workloads import ROUTINGS, WORKLOADS, Traffic, Workload
 
 LAYOUTS = ("expert", "token", "batched")  # in the order of the kernels' codes
 QUANTIZE = ("none", "fp8", "fp8_ue8m0", "fp8_wire")
-DTYPES = {"bfloat16": (0, 2), "float16": (1, 2), "float32": (2, 4)}  # code, bytes
+DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # code
 OPS = {"dispatch": "dispatch", "again": "redispatch", "combine": "combine"}
-HEADER = f"{'R':>3}{'SMs':>5}{'tokens':>8} {'layout':<9}{'copies':<8}{'capacity':>9}" + "".join(
-    f"{op:>10}" for op in OPS
-)
+COLUMNS = f"{'work':<8}{'R':>3}{'SMs':>5}{'tokens':>8} {'layout':<9}{'copies':<8}{'wire':<10}{'capacity':>9}"
 
 
 def _list(of):
     return lambda text: tuple(of(word) for word in text.split(","))
 
 
+def _pair(text: str) -> tuple[int, int]:
+    ranks, sms = text.split("x")
+    return int(ranks), int(sms)
+
+
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lists = parser.add_argument_group("lists, separated by commas")
+    lists.add_argument("--workload", type=_list(str), default=("W1",), help=", ".join(WORKLOADS))
     lists.add_argument("--ranks", type=_list(int), default=(8,))
     lists.add_argument("--sms", type=_list(int), default=(16,), help="blocks of a rank; all ranks' must fit on the GPU")
-    lists.add_argument("--tokens", type=_list(int), default=(4096,), help="per rank")
+    lists.add_argument("--on", type=_list(_pair), metavar="RxSMS", help="instead of both: ranks with their SMs, 8x16")
+    lists.add_argument("--tokens", type=_list(int), default=(None,), help="per rank")
     lists.add_argument("--layout", type=_list(str), default=("token", "expert"), help=", ".join(LAYOUTS))
+    lists.add_argument("--wire", type=_list(str), default=("none",), help="of combine: none, fp8_wire")
+    lists.add_argument("--ops", type=_list(str), default=tuple(OPS), help=", ".join(OPS))
     parser.add_argument("--slots", type=int, default=0, help="latency mode, with so many slots; 0: throughput mode")
     parser.add_argument("--bulk", choices=("yes", "no", "both"), default="yes", help="copies by the copy engine")
-    parser.add_argument("--quantize", choices=QUANTIZE[:3], default="none", help="in dispatch")
-    parser.add_argument("--wire", choices=(QUANTIZE[0], QUANTIZE[3]), default="none", help="in combine")
-    parser.add_argument(
-        "--side", type=int, default=0, metavar="BYTES", help="that travel beside a row (scales of a pair)"
-    )
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
+    own = parser.add_argument_group("instead of the workload's own")
+    own.add_argument("--quantize", choices=QUANTIZE[:3], help="in dispatch")
+    own.add_argument("--side", type=int, metavar="BYTES", help="that travel beside a row (scales of a pair)")
+    own.add_argument("--hidden", type=int)
+    own.add_argument("--topk", type=int)
+    own.add_argument("--experts", type=int)
+    own.add_argument("--dtype", choices=tuple(DTYPES))
+    own.add_argument("--routing", choices=ROUTINGS)
     parser.add_argument("--weights", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--zero-tail", action="store_true")
     parser.add_argument("--calls", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(argv)
-    unknown = [layout for layout in args.layout if layout not in LAYOUTS]
-    if unknown:
-        parser.error(f"layout {unknown[0]!r} is none of {', '.join(LAYOUTS)}")
+    known = {"workload": WORKLOADS, "layout": LAYOUTS, "wire": ("none", "fp8_wire"), "ops": OPS}
+    for name, words in known.items():
+        unknown = [word for word in getattr(args, name) if word not in words]
+        if unknown:
+            parser.error(f"--{name} {unknown[0]!r} is none of {', '.join(words)}")
     return args
 
 
-def measure(loopback, args, num_ranks: int, num_sms: int, num_tokens: int, layout: str, use_bulk: bool) -> dict:
-    """us of each op and the capacity of one combination. `loopback`: `jax_ep._cuda.Loopback`."""
-    workload = workloads.custom(
-        WORKLOADS["W1"], num_tokens=num_tokens, num_topk=args.topk, num_experts=args.experts, routing=args.routing
-    )
+def measure(loopback, args, workload: Workload, on: tuple[int, int], layout: str, wire: str, use_bulk: bool) -> dict:
+    """Capacity of one combination, and (us, GB/s) of each operation. `loopback`: `jax_ep._cuda.Loopback`."""
+    num_ranks, num_sms = on
     idx = workloads.topk_idx(workload, num_ranks)
-    capacity = workloads.capacity(workload, Traffic.of(idx, args.experts), layout, "demand")
-    code, item = DTYPES[args.dtype]
+    traffic = Traffic.of(idx, workload.num_experts)
+    capacity = workloads.capacity(workload, traffic, layout, "demand")
+    is_pair = workload.sent == "pair"  # rows of one byte a channel: any type of them will do, as nothing is computed
+    side = args.side if args.side is not None else workload.fp8_bytes - workload.hidden if is_pair else 0
+    quantize = args.quantize or ("fp8" if workload.sent == "fp8" else "none")
     ranks = loopback(
-        num_ranks=num_ranks, num_tokens=num_tokens, num_topk=args.topk, num_experts=args.experts,
-        row_bytes=args.hidden * item, capacity=capacity, layout=LAYOUTS.index(layout), dtype=code,
-        zero_tail=args.zero_tail, has_weights=args.weights, use_bulk=use_bulk, num_sms=num_sms, side_bytes=args.side,
-        quantize=QUANTIZE.index(args.quantize), wire=QUANTIZE.index(args.wire), num_slots=args.slots,
+        num_ranks=num_ranks, num_tokens=workload.num_tokens, num_topk=workload.num_topk,
+        num_experts=workload.num_experts, row_bytes=workload.hidden if is_pair else workload.row_bytes,
+        capacity=capacity, layout=LAYOUTS.index(layout), dtype=DTYPES[workload.dtype], zero_tail=args.zero_tail,
+        has_weights=args.weights, use_bulk=use_bulk, num_sms=num_sms, side_bytes=side,
+        quantize=QUANTIZE.index(quantize), wire=QUANTIZE.index(wire), num_slots=args.slots,
     )  # fmt: skip
     for rank in range(num_ranks):
         ranks.write("topk_idx", rank, idx[rank].tobytes())
@@ -84,9 +94,13 @@ def measure(loopback, args, num_ranks: int, num_sms: int, num_tokens: int, layou
     ranks.launch("dispatch")  # the handle of the others
     ranks.synchronize()
     result = {"capacity": capacity}
-    for op, name in OPS.items():
-        ranks.time(name, 3)
-        result[op] = statistics.median(ranks.time(name, args.calls) for _ in range(args.repeats))
+    for op in args.ops:
+        if op == "combine" and is_pair:
+            continue
+        ranks.time(OPS[op], 3)
+        us = statistics.median(ranks.time(OPS[op], args.calls) for _ in range(args.repeats))
+        counted = "combine fp8" if op == "combine" and wire != "none" else op
+        result[op] = us, traffic.memory_bytes(counted, layout, workload) / us / 1e3
     failures = [ranks.failure(rank) for rank in range(num_ranks)]
     if any(failure["code"] for failure in failures):
         raise RuntimeError(f"a rank failed: {failures}")
@@ -99,12 +113,20 @@ def main(argv: list[str] | None = None, loopback=None) -> None:
     if loopback is None:
         from jax_ep._cuda import Loopback as loopback
     copies = {"yes": (True,), "no": (False,), "both": (True, False)}[args.bulk]
-    print(HEADER)
-    for choice in itertools.product(args.ranks, args.sms, args.tokens, args.layout, copies):
-        got = measure(loopback, args, *choice)
-        num_ranks, num_sms, num_tokens, layout, use_bulk = choice
-        start = f"{num_ranks:>3}{num_sms:>5}{num_tokens:>8} {layout:<9}{'bulk' if use_bulk else 'vector':<8}"
-        print(start + f"{got['capacity']:>9}" + "".join(f"{got[op]:>10.1f}" for op in OPS), flush=True)
+    on = args.on or tuple(itertools.product(args.ranks, args.sms))
+    print(COLUMNS + "".join(f"{op:>10}{'GB/s':>7}" for op in args.ops))
+    for name, tokens, where, layout, wire, use_bulk in itertools.product(
+        args.workload, args.tokens, on, args.layout, args.wire, copies
+    ):
+        workload = workloads.custom(
+            WORKLOADS[name], num_tokens=tokens, hidden=args.hidden, num_topk=args.topk, num_experts=args.experts,
+            dtype=args.dtype, routing=args.routing,
+        )  # fmt: skip
+        got = measure(loopback, args, workload, where, layout, wire, use_bulk)
+        start = f"{name:<8}{where[0]:>3}{where[1]:>5}{workload.num_tokens:>8} {layout:<9}"
+        start += f"{'bulk' if use_bulk else 'vector':<8}{wire:<10}{got['capacity']:>9}"
+        times = (f"{got[op][0]:>10.1f}{got[op][1]:>7.0f}" if op in got else f"{'-':>10}{'-':>7}" for op in args.ops)
+        print(start + "".join(times), flush=True)
 
 
 if __name__ == "__main__":
