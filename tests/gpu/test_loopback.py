@@ -265,6 +265,7 @@ CASES = {
     "window 1, token": dataclasses.replace(SMALL, capacity=40, window=1, layout="token", routing="mixed"),
     "window 1, batched": dataclasses.replace(SMALL, capacity=7, window=1, layout="batched", weights=False),
     "side of words": dataclasses.replace(SMALL, side=36, layout="token"),
+    "side of vectors": dataclasses.replace(SMALL, side=48, topk=4, routing="mixed"),
     "side of bytes": dataclasses.replace(SMALL, side=7, weights=False, alignment=4),
     "fp8": dataclasses.replace(SMALL, quantize="fp8", hidden=640, layout="token"),
     "fp8 of f32": dataclasses.replace(SMALL, quantize="fp8", hidden=384, dtype="f32", alignment=8, weights=False),
@@ -272,6 +273,10 @@ CASES = {
     "ue8m0, long": dataclasses.replace(SMALL, quantize="fp8_ue8m0", hidden=7168, layout="token", ranks=2, tokens=20),
     "fp8 wire": dataclasses.replace(SMALL, wire="fp8_wire", hidden=640, weights=False, bias=True),
     "fp8 wire, token": dataclasses.replace(SMALL, wire="fp8_wire", hidden=1024, layout="token", routing="mixed"),
+    "fp8, long": dataclasses.replace(SMALL, quantize="fp8", hidden=7168, layout="token", ranks=2, tokens=20),
+    "fp8 wire, long": dataclasses.replace(
+        SMALL, wire="fp8_wire", hidden=7168, layout="token", ranks=2, topk=2, tokens=20, dtype="f16"
+    ),
     "fp8 wire of f32": dataclasses.replace(SMALL, wire="fp8_wire", hidden=128, dtype="f32", weights=False),
     "fp8 wire, weights": dataclasses.replace(SMALL, wire="fp8_wire", hidden=512, dtype="f16"),
     "crosses once": dataclasses.replace(SMALL, crosses_once=True, routing="mixed", topk=8, tokens=40),
