@@ -149,7 +149,8 @@ def _num_slots(call: Call, groups) -> int:
     if too_many or placement is None:
         return 0
     _, slots_bytes, _ = call.arena_shape(FUSED_SLOTS)
-    return FUSED_SLOTS if tuning.prefers_latency(placement, slots_bytes=slots_bytes, **call.sizes) else 0
+    prefers = tuning.prefers_latency(placement, op=_direction(call), slots_bytes=slots_bytes, **call.sizes)
+    return FUSED_SLOTS if prefers else 0
 
 
 def _lower(call: Call, groups, ctx, *operands):
@@ -211,8 +212,11 @@ def _default_num_sms(call: Call, groups, num_slots: int) -> int:
         return 0
     if num_slots:
         return tuning.latency_num_sms(placement, num_ranks=call.spec.num_ranks, num_tokens=call.num_tokens)
-    op = "combine" if call.op == "combine" else "dispatch"
-    return tuning.default_num_sms(placement, op=op, layout=call.spec.layout, **call.sizes)
+    return tuning.default_num_sms(placement, op=_direction(call), layout=call.spec.layout, **call.sizes)
+
+
+def _direction(call: Call) -> str:
+    return "combine" if call.op == "combine" else "dispatch"
 
 
 def _row_bytes(rows) -> int:

@@ -28,12 +28,14 @@ LINK_HEADROOM = 1.1  # the link saturates sharply,
 DEVICE_HEADROOM = 2.1  # memory gradually
 LEAST_SMS, MOST_SMS = 4, 48
 
-# Latency mode: up to how many bytes that a rank sends it is preferred, where ranks share a GPU and where they have GPUs
-# of their own, and how much memory its slots may take; SMs by the pieces (tokens times ranks) that each takes.
-LATENCY_BYTES_SHARED, LATENCY_BYTES_ALONE = 4 << 20, 8 << 20
+# Latency mode: up to how many bytes that a rank sends it is preferred, and how much memory its slots may take; SMs by
+# the pieces (tokens times ranks) that each takes. Rows pass through memory once more, which ranks that share a GPU feel
+# early; combine has no routing to win on. With GPUs of their own the limit is not fitted to measurements yet.
+LATENCY_BYTES_SHARED = {"dispatch": 5 << 19, "combine": 1 << 19}
+LATENCY_BYTES_ALONE = 12 << 20
 LATENCY_SLOTS_BYTES = 64 << 20
-LATENCY_PIECES_PER_SM = 32
-LATENCY_MOST_SMS = 24
+LATENCY_PIECES_PER_SM = 8
+LATENCY_MOST_SMS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,7 @@ def default_num_sms(
 def prefers_latency(
     placement: Placement,
     *,
+    op: str,
     num_ranks: int,
     num_experts: int,
     num_topk: int,
@@ -101,9 +104,13 @@ def prefers_latency(
     row_bytes: int,
     slots_bytes: int,
 ) -> bool:
-    """Whether mode="auto" means latency mode. `row_bytes` are those on the wire, `slots_bytes` those of all slots."""
+    """Whether mode="auto" means latency mode.
+
+    `op` is "dispatch" (also along a handle) or "combine"; `row_bytes` are those on the wire, `slots_bytes` those of all
+    slots.
+    """
     reached, _ = ranks_per_token(num_ranks, num_experts, num_topk)
-    limit = LATENCY_BYTES_SHARED if placement.ranks_on_gpu > 1 else LATENCY_BYTES_ALONE
+    limit = LATENCY_BYTES_SHARED[op] if placement.ranks_on_gpu > 1 else LATENCY_BYTES_ALONE
     return num_tokens * row_bytes * reached <= limit and slots_bytes <= LATENCY_SLOTS_BYTES
 
 

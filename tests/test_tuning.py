@@ -100,7 +100,9 @@ def test_constants_are_of_one_measurement():
     assert math.isclose(touched / tuning.SM_RATE, crossed / tuning.SM_LINK_RATE, rel_tol=0.05)
 
 
-W2 = dict(num_ranks=8, num_experts=256, num_topk=8, num_tokens=128, row_bytes=14336, slots_bytes=32 << 20)
+W2 = dict(
+    op="dispatch", num_ranks=8, num_experts=256, num_topk=8, num_tokens=128, row_bytes=14336, slots_bytes=32 << 20
+)
 
 
 def prefers_latency(placement, **changes):
@@ -108,15 +110,16 @@ def prefers_latency(placement, **changes):
 
 
 def test_mode_by_bytes_that_a_rank_sends():
-    """128 tokens of 14 KiB to 5.29 of 8 ranks are 9.3 MiB; FP8 rows are half as wide; a shared GPU halves the limit."""
-    fp8 = 7168 + 224
-    assert not prefers_latency(nvlink()) and prefers_latency(nvlink(), row_bytes=fp8)
-    assert not prefers_latency(one_gpu(8), row_bytes=fp8) and prefers_latency(one_gpu(8), row_bytes=fp8, num_tokens=64)
-    sent = lambda placement: max(
-        n for n in range(1, 9000) if prefers_latency(placement, num_ranks=1, num_tokens=n, row_bytes=1024)
+    """128 tokens of 14 KiB to 5.29 of 8 ranks are 9.3 MiB; a GPU that ranks share prefers less, combine on it least."""
+    assert prefers_latency(nvlink()) and not prefers_latency(nvlink(), num_tokens=256)
+    assert not prefers_latency(one_gpu(8)) and prefers_latency(one_gpu(8), num_tokens=32)
+    assert not prefers_latency(one_gpu(8), op="combine", num_tokens=32)
+    sent = lambda placement, **op: max(
+        n for n in range(1, 13000) if prefers_latency(placement, num_ranks=1, num_tokens=n, row_bytes=1024, **op)
     )
-    assert sent(nvlink()) * 1024 == tuning.LATENCY_BYTES_ALONE
-    assert sent(one_gpu(2)) * 1024 == tuning.LATENCY_BYTES_SHARED
+    assert sent(nvlink()) * 1024 == sent(nvlink(), op="combine") * 1024 == tuning.LATENCY_BYTES_ALONE
+    for op, limit in tuning.LATENCY_BYTES_SHARED.items():
+        assert sent(one_gpu(2), op=op) * 1024 == limit
 
 
 def test_mode_by_bytes_of_slots():
@@ -131,8 +134,8 @@ def test_mode_by_bytes_of_slots():
     [
         (0, 8, nvlink(), tuning.LEAST_SMS),
         (1, 1, nvlink(), tuning.LEAST_SMS),
-        (128, 4, nvlink(), 128 * 4 // tuning.LATENCY_PIECES_PER_SM),
-        (129, 4, nvlink(), 128 * 4 // tuning.LATENCY_PIECES_PER_SM + 1),
+        (32, 4, nvlink(), 32 * 4 // tuning.LATENCY_PIECES_PER_SM),
+        (33, 4, nvlink(), 32 * 4 // tuning.LATENCY_PIECES_PER_SM + 1),
         (4096, 8, nvlink(), tuning.LATENCY_MOST_SMS),
         (4096, 16, one_gpu(16), 132 // 16),
         (4096, 2, nvlink(num_sms=2), 2),

@@ -1,6 +1,7 @@
 """examples/train_moe.py on the CUDA path against the pure-JAX implementation: the same losses, step by step.
 
-One process per rank. In f32: bf16 would compare how two equally good roundings drift apart, not two implementations.
+One process per rank. In f32, with products in full precision (run.py): bf16 or TF32 would compare how two equally good
+roundings drift apart, not two implementations.
 """
 
 import json
