@@ -17,7 +17,8 @@ class SlotCall {
   // `tag`: what all ranks must pass alike.
   __device__ SlotCall(const CallParams &call, const LatencyCall &latency, const SlotShape &shape, uint64_t tag)
       : call_(call), session_(latency.ticket ? Session(call, ticket_epoch(latency.ticket)) : Session(call)), shape_(shape),
-        expected_(sent_word(session_.epoch(), tag ^ tag >> 20 ^ tag >> 40)), slot_(call.shape.slot_of(session_.epoch())) {}
+        expected_(sent_word(session_.epoch(), tag ^ tag >> 20 ^ tag >> 40)), slot_(call.shape.slot_of(session_.epoch())),
+        is_done_(latency.ticket != nullptr) {}
 
   __device__ bool is_broken() const { return session_.is_broken(); }
   __device__ uint64_t epoch() const { return session_.epoch(); }
@@ -59,12 +60,12 @@ class SlotCall {
   // Until every source has published its table, or every block of every source its rows; acquires them for this block.
   // False: leave.
   __device__ bool wait_routed() {
-    bool ok = true;
+    bool ok = is_unread();
     for (int p = threadIdx.x; p < call_.num_ranks && ok; p += blockDim.x) ok = is_here(routed_at(call_.arena, p), p);
     return __syncthreads_and(ok);
   }
   __device__ bool wait_sent() {
-    bool ok = true;
+    bool ok = is_unread();
     for (int i = threadIdx.x; i < call_.num_ranks * int(gridDim.x) && ok; i += blockDim.x)
       ok = is_here(sent_at(call_.arena, i / gridDim.x, i % gridDim.x), i / gridDim.x);
     return __syncthreads_and(ok);
@@ -115,6 +116,16 @@ class SlotCall {
     return reinterpret_cast<uint64_t *>(arena + call_.shape.sent())[(slot_ * call_.num_ranks + source) * kMaxBlocks + block];
   }
 
+  // What a start has sent is received once: the sources overwrite it from then on, even while somebody reads it again. The
+  // last thread looks for its rank's own credit, while others look for flags.
+  __device__ bool is_unread() {
+    if (!is_done_ || threadIdx.x != blockDim.x - 1) return true;
+    const uint64_t received = credit_at(call_.arena, call_.rank);
+    if (received < epoch()) return true;
+    session_.fail(Failure::kMismatch, Phase::kAnnounce, call_.rank, epoch(), received);
+    return false;
+  }
+
   // Until the word is at least `least`: what it then is. kNever: this rank fails, because of a time-out or because `peer` left.
   __device__ uint64_t wait_for(uint64_t &word, Phase phase, int peer, uint64_t least) {
     SystemWord<uint64_t> flag(word);
@@ -150,6 +161,7 @@ class SlotCall {
   SlotShape shape_;
   uint64_t expected_;
   int slot_;
+  bool is_done_;
 };
 
 } // namespace jax_ep

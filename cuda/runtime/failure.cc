@@ -61,7 +61,8 @@ std::string describe(const FailureRecord &record) {
              "in use again: only a restart of the process is safe";
       break;
     case Failure::kMismatch:
-      what = rank + " and " + peer + " run different operations, shapes, dtypes or windows";
+      what = r.peer == r.rank ? rank + " ran a done whose start was another call's, or whose rows were received before"
+                              : rank + " and " + peer + " run different operations, shapes, dtypes or windows";
       break;
     case Failure::kPeerFailed:
       what = peer + " left the call, which " + rank + " saw in phase " + phase_name(r.phase);
