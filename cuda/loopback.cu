@@ -144,9 +144,11 @@ DispatchParams Loopback::dispatch_params(int rank, bool is_route) const {
   p.dtype = shape_.dtype, p.quantize = shape_.quantize;
   p.num_blocks = shape_.num_sms, p.use_bulk = shape_.use_bulk;
   p.outputs.add(p.recv_x, sizes_.at("recv_x"));
-  if (is_route) {
-    p.outputs.add(p.group_sizes, sizes_.at("group_sizes"), true);
-    p.outputs.add(p.stats, sizes_.at("stats"), true);
+  if (is_route) { // the handle as FFI handlers poison it
+    p.outputs.add(p.topk_clean, sizes_.at("topk_clean")), p.outputs.add(p.slot, sizes_.at("slot"));
+    p.outputs.add(p.dst_row, sizes_.at("dst_row")), p.outputs.add(p.slot_meta, sizes_.at("slot_meta"));
+    p.outputs.add(p.slot_token, sizes_.at("slot_token")), p.outputs.add(p.recv_offsets, sizes_.at("recv_offsets"));
+    for (const char *name : {"group_sizes", "counts", "stats"}) p.outputs.add(at<char>(name, rank), sizes_.at(name), true);
   }
   return p;
 }

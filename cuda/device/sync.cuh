@@ -66,6 +66,15 @@ class Session {
     SystemWord<uint32_t>(r->code).store(uint32_t(code), cuda::memory_order_release);
   }
 
+  // Whether a handle is that of a complete dispatch. One that failed, maybe in another arena, which this one knows nothing
+  // of, left -1 in all that it says: nothing would be sent, and peers would take for this rank's rows what lay there before.
+  __device__ bool has_handle(const int32_t *recv_offsets) {
+    const int32_t num_slots = recv_offsets[call_.num_ranks];
+    if (num_slots >= 0) return true;
+    fail(Failure::kPeerFailed, Phase::kAnnounce, call_.rank, 0, uint32_t(num_slots));
+    return false;
+  }
+
   // Spins until ready() or until this rank aborts; `limits` deadlines long. False: leave.
   template <class Ready> __device__ bool wait(Ready ready, Phase phase, int peer, uint64_t expected, int limits = 1) {
     const uint64_t start = now_ns();

@@ -68,7 +68,8 @@ ffi::Error dispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   p.outputs.add(p.topk_clean, T * K * 4);
   p.outputs.add(p.slot, T * R * 4);
   p.outputs.add(p.dst_row, T * K * 4);
-  for (auto [at, n] : {std::pair{p.group_sizes, L}, {p.counts, L}, {p.stats, int64_t(8)}, {p.recv_offsets, R + 1}})
+  p.outputs.add(p.recv_offsets, (R + 1) * 4); // -1 tells later calls with the handle (Session::has_handle)
+  for (auto [at, n] : {std::pair{p.group_sizes, L}, {p.counts, L}, {p.stats, int64_t(8)}})
     p.outputs.add(at, n * 4, /*sizes=*/true);
   p.call = make_call(**rank, *a, Op::kDispatch, part, {has_weights},
                      {{p.recv_x, N * a->row_bytes},

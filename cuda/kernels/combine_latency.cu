@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   bulk_fence(); // y was written through the generic proxy, by an earlier kernel
   unsigned parity = 0;
   // 1 enter
-  bool ok = call.enter(latency); // and a barrier
+  bool ok = call.enter(latency, p.recv_offsets); // and a barrier
   if (ok && latency.sends) { // 2 send
     parity = send_sums<kType, kBulk, kWire>(p, plan, shape, shared); // ends with a barrier behind all stores
     call.publish_sent();

@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ok = session.grid_barrier(); // all partials written; the leader's announce publishes them
   }
   // 2 agree
-  if (ok && session.is_leader()) {
+  if (ok && session.is_leader() && session.has_handle(p.recv_offsets)) {
     session.announce(nullptr, 0);
     session.agree();
   }

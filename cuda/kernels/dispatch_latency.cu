@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool has_cut_slots = false;
 
   // 1 enter
-  bool ok = call.enter(latency); // and a barrier
+  bool ok = call.enter(latency, kRoute ? nullptr : p.recv_offsets); // and a barrier
   if (ok && is_router) { // 2 route
     count_own(p, plan.route, shape, room, latency.sends ? parts : nullptr, route.invalid); // ends with a barrier
     if (latency.sends) call.publish_routed();

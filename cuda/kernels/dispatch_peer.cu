@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ok = session.grid_barrier(); // all workspaces written
   }
   // 2 agree: the sums use the room of start, total and slots, which are filled only in step 3
-  if (ok && session.is_leader()) {
+  if (ok && session.is_leader() && (kRoute || session.has_handle(p.recv_offsets))) {
     int32_t *sums = route.start; // [columns + 1]: `invalid` lies behind
     if constexpr (kRoute) {
       sum_blocks(session, columns, sums);

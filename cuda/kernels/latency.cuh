@@ -1,7 +1,7 @@
 // One call of latency mode: when a slot may be written, when it is complete, how the call ends.
 //
 // A source stores into its part of the receiver's slot and then, block by block, a flag; the receiver waits for the flags
-// of all blocks of all sources. No block waits for another one of its own grid, and nobody for a peer that only receives.
+// of all blocks of all sources, its own rank's with them, and nobody for a peer that only receives.
 // docs/memory_order.md has who publishes what. All ranks use as many blocks; the tag in each flag tells when they do not.
 // Every step costs a trip to memory or two, so what a step does not need (a look at the abort word, a fence in every thread)
 // it does not do.
@@ -32,8 +32,9 @@ class SlotCall {
   // All threads of the block, once: whether the call may begin. A start needs its slot: every receiver has read what the call
   // num_slots before this one left there. A fused call alternates two slots of an arena of its own and knows it: whoever
   // sent its part of the call before had received the one before that. A done needs a start that took place.
-  __device__ bool enter(const LatencyCall &latency) {
-    bool ok = true;
+  // `recv_offsets`: of the handle that is used, null when the call makes one.
+  __device__ bool enter(const LatencyCall &latency, const int32_t *recv_offsets) {
+    bool ok = !latency.sends || !recv_offsets || threadIdx.x != 0 || session_.has_handle(recv_offsets);
     if (latency.ticket && session_.epoch() > session_.control().epoch) {
       session_.fail(Failure::kMismatch, Phase::kAnnounce, call_.rank, session_.control().epoch, session_.epoch());
       ok = false;

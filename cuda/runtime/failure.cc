@@ -65,7 +65,8 @@ std::string describe(const FailureRecord &record) {
                               : rank + " and " + peer + " run different operations, shapes, dtypes or windows";
       break;
     case Failure::kPeerFailed:
-      what = peer + " left the call, which " + rank + " saw in phase " + phase_name(r.phase);
+      what = r.peer == r.rank ? rank + " was given the handle of a dispatch that had failed"
+                              : peer + " left the call, which " + rank + " saw in phase " + phase_name(r.phase);
       break;
     default:
       what = rank + " failed at " + peer;
