@@ -32,7 +32,8 @@ class Config:
       staging_bytes: own memory per rank and group for staged rows, both windows.
       max_pending: how many exchanges of a group, and of a size class of rows, may be between their start and their
         done at a time (`dispatch_start`, `combine_start`). Memory for twice as many, at least 3, is kept, see
-        `buffer_bytes`; more exchanges than that wait for each other until the time-out. 1 to 64.
+        `buffer_bytes`; they take turns, so fewer starts than that may lie between a start and its done, whether these
+        are pending or not. One more fails. 1 to 64.
       debug_checks: True: ids outside [-1, num_experts), otherwise only counted in `recv.num_invalid`, are logged, and
         `jax_ep.check()` raises `InvalidIdError`. And ranks that meet with different calls in the pure-JAX
         implementation get `MismatchError`, as they always do on CUDA devices, before XLA's collectives abort or hang.

@@ -41,8 +41,15 @@ class SlotCall {
     }
     if (latency.sends && !(latency.receives && call_.shape.num_slots == 2)) {
       const uint64_t before = epoch() > uint64_t(call_.shape.num_slots) ? epoch() - call_.shape.num_slots : 0;
-      for (int p = threadIdx.x; p < call_.num_ranks && ok; p += blockDim.x)
-        ok = wait_for(credit_at(call_.arena, p), Phase::kClaim, p, before) != kNever;
+      for (int p = threadIdx.x; p < call_.num_ranks && ok; p += blockDim.x) {
+        uint64_t &credit = credit_at(call_.arena, p);
+        if (p == call_.rank && credit < before) { // its done comes later in this very stream: nothing to wait for
+          session_.fail(Failure::kPeerTimeout, Phase::kClaim, p, before, credit);
+          ok = false;
+        } else {
+          ok = wait_for(credit, Phase::kClaim, p, before) != kNever;
+        }
+      }
     }
     return __syncthreads_and(ok);
   }

@@ -54,7 +54,10 @@ std::string describe(const FailureRecord &record) {
   std::string what;
   switch (Failure(r.code)) {
     case Failure::kPeerTimeout:
-      what = rank + " waited for " + peer + " in phase " + phase_name(r.phase) + " and left";
+      what = r.peer == r.rank && Phase(r.phase) == Phase::kClaim
+                 ? rank + " started an exchange in the place of one whose done had not run: too many starts lie between "
+                          "a start and its done for Config.max_pending"
+                 : rank + " waited for " + peer + " in phase " + phase_name(r.phase) + " and left";
       break;
     case Failure::kPeerLost:
       what = peer + " holds buffers of " + rank + " and did not finish; it may still write into memory that is "
