@@ -39,7 +39,7 @@ std::map<std::string, int64_t> buffer_sizes(const LoopbackShape &s) {
           {"recv_x", N * recv_row_bytes(s)}, {"recv_side", N * side_bytes(s)}, {"recv_weights", scalars},
           {"slot_meta", S * K * 4}, {"slot_token", S * 4},
           {"group_sizes", L * 4}, {"counts", L * 4}, {"stats", 32}, {"topk_clean", T * K * 4}, {"slot", T * R * 4},
-          {"dst_row", T * K * 4}, {"recv_offsets", (R + 1) * 4}, {"ticket", 8},
+          {"dst_row", T * K * 4}, {"recv_offsets", (R + 1) * 4}, {"ticket", 8}, {"ticket2", 8},
           {"y", N * s.row_bytes}, {"y_weights", s.has_weights && !is_token ? N * 4 : 0}, {"scalars", scalars},
           {"bias", s.has_bias ? T * s.row_bytes : 0}, {"out", T * s.row_bytes},
           {"out_scalars", s.has_weights ? T * K * 4 : 0},
@@ -174,9 +174,12 @@ CombineParams Loopback::combine_params(int rank) const {
 void Loopback::launch_latency(const std::string &op, int rank) {
   const std::string what = op.substr(0, op.find('_'));
   LatencyCall half{1, 1, nullptr, nullptr};
-  if (op == what + "_start") half = {1, 0, nullptr, at<int32_t>("ticket", rank)};
-  else if (op == what + "_done") half = {0, 1, at<int32_t>("ticket", rank), nullptr};
-  else if (op != what) throw std::runtime_error("loopback: no operation " + op);
+  for (const char *ticket : {"ticket", "ticket2"}) {
+    const std::string number = ticket + 6;
+    if (op == what + "_start" + number) half = {1, 0, nullptr, at<int32_t>(ticket, rank)};
+    if (op == what + "_done" + number) half = {0, 1, at<int32_t>(ticket, rank), nullptr};
+  }
+  if (op != what && half.sends && half.receives) throw std::runtime_error("loopback: no operation " + op);
   if (what == "combine") {
     CombineParams p = combine_params(rank);
     p.partial = nullptr;

@@ -43,7 +43,7 @@ class Loopback {
   void fill(const std::string &name, int byte);
 
   // op: "dispatch", "redispatch", "combine"; in latency mode also one of them with "_start" or "_done", which share the buffer
-  // "ticket". Every rank but those in `absent` launches, after its delay.
+  // "ticket", or with "_start2" or "_done2": "ticket2". Every rank but those in `absent` launches, after its delay.
   void launch(const std::string &op, const std::vector<int64_t> &delay_ns, const std::vector<int> &absent);
   void synchronize();
   // Microseconds per call of the slowest rank over `calls` back-to-back calls.
