@@ -56,6 +56,7 @@ class MoEConfig:
       quantize: `"fp8"`, `"fp8_ue8m0"` or None: rows cross in FP8 and are dequantised before the experts, see
         `jax_ep.dispatch`; hidden is then a multiple of 128. The backward pass is not quantised.
       quantize_combine: `"fp8_wire"` or None: likewise for the sums that return, see `jax_ep.combine`.
+      mode: protocol of dispatch and combine, `"auto"`, `"throughput"` or `"latency"`: see `jax_ep.dispatch`.
       num_physical_experts: copies of experts over the whole group, for calls with an `expert_map`; None: no map.
       implementation: of dispatch and combine: `"cuda"`, `"xla"` or None (the best that there is).
       grouped_matmul: of the expert computation, see `jax_ep.grouped_gemm.grouped_matmul`.
@@ -79,6 +80,7 @@ class MoEConfig:
     expert_alignment: int = 1
     quantize: str | None = None
     quantize_combine: str | None = None
+    mode: str = "auto"
     num_physical_experts: int | None = None
     implementation: str | None = None
     grouped_matmul: str | None = None
@@ -234,6 +236,7 @@ def dispatch_tokens(x: jax.Array, routing: Routing, config: MoEConfig, expert_ma
         num_experts=config.num_experts,
         axis_name=config.axis_name,
         layout=config.layout,
+        mode=config.mode,
         capacity=config.num_rows(x.shape[0], shapes.num_ranks("moe_block", config.expert_axes)),
         expert_alignment=config.expert_alignment,
         quantize=config.quantize,

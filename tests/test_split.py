@@ -15,7 +15,7 @@ from exchange_cases import LAYOUTS, QUICK_COMPILE, ExchangeCases, Sizes, split_c
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _compat, testing
+from jax_ep import _compat, nn, testing
 
 RANKS, TOKENS, TOPK, HIDDEN, EXPERTS = 2, 5, 2, 128, 4
 OPTIONS = dict(num_experts=EXPERTS, axis_name="ep")
@@ -56,6 +56,24 @@ CASES = {
     "opaque": (dict(hidden=128, quantize="opaque", dtype="float32"), "duplicates"),
     "nodes": (dict(ranks_per_node=2), "uniform"),
 }
+
+
+@pytest.mark.parametrize("mode", ("auto", "latency", "throughput"))
+def test_mode_of_the_layer(make_mesh, mode):
+    config = nn.MoEConfig(HIDDEN, 8, EXPERTS, TOPK, axis_name="ep", **({} if mode == "auto" else {"mode": mode}))
+    seen = []
+
+    def layer(x, router):
+        recv = nn.dispatch_tokens(x, nn.route(router, x, config), config)
+        seen.append(recv.handle.spec.mode)
+        return nn.combine_outputs(recv.x, recv, config)
+
+    jax.eval_shape(
+        jax.shard_map(layer, mesh=make_mesh(RANKS), in_specs=(P("ep"), P()), out_specs=P("ep")),
+        jax.ShapeDtypeStruct((RANKS * TOKENS, HIDDEN), "float32"),
+        jax.ShapeDtypeStruct((HIDDEN, EXPERTS), "float32"),
+    )
+    assert seen == [mode]
 
 
 @pytest.mark.parametrize("name", CASES)
