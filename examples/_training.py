@@ -1,7 +1,7 @@
-"""What the training examples share: options, processes, mesh, state and its placement, checkpoints."""
+"""What the examples share: options, processes, mesh, model and its placement, training state, checkpoints."""
 
 import argparse
-import functools
+import dataclasses
 import math
 import os
 import pathlib
@@ -28,13 +28,25 @@ LAUNCHERS = {
 }
 
 
-def make_parser(doc: str, *, steps: int, out: str) -> argparse.ArgumentParser:
-    """The options of every training example."""
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """The options of every example: those of processes and devices."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=int, default=steps, help="train up to this step")
-    add("--batch", type=int, default=16, help="sequences per step over all devices")
-    add("--length", type=int, default=128, help="bytes per sequence")
+    add("--implementation", choices=("auto", "cuda", "xla"), default="auto", help="of dispatch and combine")
+    add("--dtype", choices=("bf16", "f32"), help="of the computation; default bf16 on GPU, else f32")
+    add("--seed", type=int, default=0)
+    add("--cpu-devices", type=int, default=8, help="virtual devices of a single process without a GPU")
+    env = os.environ.get
+    add("--coordinator", default=env("JAX_COORDINATOR_ADDRESS"), help="host:port; several processes")
+    add("--num-processes", type=int, default=env("JAX_NUM_PROCESSES"))
+    add("--process-id", type=int, default=env("JAX_PROCESS_ID"))
+    return parser
+
+
+def make_model_parser(doc: str) -> argparse.ArgumentParser:
+    """Those, and the model's and the mesh's."""
+    parser = make_parser(doc)
+    add = parser.add_argument
     add("--hidden", type=int, default=128)
     add("--ffn", type=int, default=256, help="inner size of one expert")
     add("--layers", type=int, default=2)
@@ -49,19 +61,21 @@ def make_parser(doc: str, *, steps: int, out: str) -> argparse.ArgumentParser:
     )
     add("--capacity-factor", type=float, default=2.0, help="rows kept over the mean; 0: worst case, no drops")
     add("--quantize", action="store_true", help="rows cross in FP8, both ways; the gradients' do not")
-    add("--learning-rate", type=float, default=3e-3)
-    add("--implementation", choices=("auto", "cuda", "xla"), default="auto", help="of dispatch and combine")
-    add("--dtype", choices=("bf16", "f32"), help="of the computation; default bf16 on GPU, else f32")
     add("--ep", type=int, help="size of the expert axis; default: the largest that fits")
     add("--ranks-per-node", type=int, metavar="N", help="combine per node of N ranks first; default: one node")
-    add("--seed", type=int, default=0)
+    return parser
+
+
+def make_training_parser(doc: str, *, steps: int, out: str) -> argparse.ArgumentParser:
+    """Those, and what a training run is."""
+    parser = make_model_parser(doc)
+    add = parser.add_argument
+    add("--steps", type=int, default=steps, help="train up to this step")
+    add("--batch", type=int, default=16, help="sequences per step over all devices")
+    add("--length", type=int, default=128, help="bytes per sequence")
+    add("--learning-rate", type=float, default=3e-3)
     add("--out", type=pathlib.Path, default=pathlib.Path(out), help="folder for what is written")
     add("--log-losses", type=pathlib.Path, metavar="FILE", help="write the loss of every step as JSON")
-    add("--cpu-devices", type=int, default=8, help="virtual devices of a single process without a GPU")
-    env = os.environ.get
-    add("--coordinator", default=env("JAX_COORDINATOR_ADDRESS"), help="host:port; several processes")
-    add("--num-processes", type=int, default=env("JAX_NUM_PROCESSES"))
-    add("--process-id", type=int, default=env("JAX_PROCESS_ID"))
     return parser
 
 
@@ -104,30 +118,28 @@ def start_jax(args, *, detect: bool = False) -> bool:
 def make_mesh(args) -> Mesh:
     """Mesh data x expert over all devices, the experts of a group on one host where that can be. Collective."""
     num_devices = jax.device_count()
-    dp = getattr(args, "dp", None)
+    dp, batch = getattr(args, "dp", None), getattr(args, "batch", None)
     ep = args.ep or (num_devices // dp if dp else math.gcd(num_devices, args.experts))
-    if ep < 1 or ep * (dp or num_devices // ep) != num_devices or args.experts % ep or args.batch % num_devices:
-        sizes = f"--dp {dp}, --ep {ep}" if dp else f"--ep {ep}"
+    if ep < 1 or ep * (dp or num_devices // ep) != num_devices or args.experts % ep or (batch or 0) % num_devices:
+        sizes = (f"--dp {dp}, " if dp else "") + f"--ep {ep}, --experts {args.experts}"
         raise SystemExit(
-            f"got {num_devices} devices, {sizes}, --experts {args.experts}, --batch {args.batch}; expected --ep to "
-            "divide the devices and the experts, and the devices to divide --batch"
+            f"got {num_devices} devices, {sizes}{f', --batch {batch}' if batch else ''}; expected --ep to divide the "
+            "devices and the experts"
+            + (", and the devices to divide --batch" if batch else "")
             + (", and --dp times --ep to be the number of devices" if dp else "")
         )
     return jax_ep.make_mesh({"data": num_devices // ep, "expert": ep}, "expert")
 
 
-class Trainer:
-    """Model, optimiser and compiled functions over one mesh. State is a dict of params, opt_state and step.
+class Model:
+    """The language model over one mesh: what it is made of, and where its parameters are."""
 
-    A subclass gives `_step(state, batch) -> (state, metrics)`.
-    """
-
-    def __init__(self, args, mesh: Mesh, schedule: optax.Schedule):
-        """Nothing is computed yet."""
+    def __init__(self, args, mesh: Mesh, **moe):
+        """Nothing is computed yet. `moe`: fields of `MoEConfig` that are not as `args` have them."""
         self.args, self.mesh = args, mesh
         is_gpu = mesh.devices.flat[0].platform == "gpu"
         self.dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}[args.dtype or ("bf16" if is_gpu else "f32")]
-        self.moe = MoEConfig(
+        as_asked = MoEConfig(
             hidden=args.hidden,
             ffn=args.ffn,
             num_experts=args.experts,
@@ -141,26 +153,16 @@ class Trainer:
             implementation=None if args.implementation == "auto" else args.implementation,
             config=jax_ep.Config(ranks_per_node=args.ranks_per_node),
         )
-        self.tx = optax.adamw(schedule, b2=0.98, weight_decay=0.01)
-
+        self.moe = dataclasses.replace(as_asked, **moe)
         self.graphdef, abstract = nnx.split(nnx.eval_shape(lambda: self.make_model(self.moe)))
         self.abstract = abstract
         self.specs = nnx.to_pure_dict(nnx.get_partition_spec(abstract))
-        shard = functools.partial(NamedSharding, mesh)
-        shapes = nnx.to_pure_dict(abstract)
-        params = jax.tree.map(lambda x, spec: shard(self.stored_spec(x.shape, spec)), shapes, self.specs)
-        opt_state = optax.tree_utils.tree_map_params(
-            self.tx,
-            lambda _, sharding: sharding,
-            jax.eval_shape(self.tx.init, shapes),
-            params,
-            transform_non_params=lambda _: shard(P()),
-        )
-        self.shardings = {"params": params, "opt_state": opt_state, "step": shard(P())}
-        self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.shardings, shard(P())))
+        self.shapes = nnx.to_pure_dict(abstract)
+        place = lambda x, spec: NamedSharding(mesh, self.stored_spec(x.shape, spec))
+        self.param_shardings = jax.tree.map(place, self.shapes, self.specs)
 
     def stored_spec(self, shape, spec: P) -> P:
-        """Where a parameter and its moments are kept between steps: where the computation wants them."""
+        """Where a parameter is kept between steps: where the computation wants it."""
         del shape
         return spec
 
@@ -169,14 +171,9 @@ class Trainer:
         config = ModelConfig(_data.VOCABULARY, self.args.layers, self.args.heads, moe)
         return LanguageModel(config, mesh=self.mesh, dtype=self.dtype, rngs=nnx.Rngs(self.args.seed))
 
-    def init(self):
-        """State at step 0, each array where it belongs."""
-
-        def init():
-            params = nnx.to_pure_dict(nnx.state(self.make_model(self.moe)))
-            return {"params": params, "opt_state": self.tx.init(params), "step": jnp.zeros((), jnp.int32)}
-
-        return jax.jit(init, out_shardings=self.shardings)()
+    def new_params(self):
+        """Values of a new model, as a pure dict; under `jit` each array can be made where it belongs."""
+        return nnx.to_pure_dict(nnx.state(self.make_model(self.moe)))
 
     def bind(self, params, graphdef=None) -> LanguageModel:
         """The model with these parameters, global or local ones."""
@@ -184,18 +181,49 @@ class Trainer:
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graphdef or self.graphdef, state)
 
-    def update(self, state, grads):
-        """State after one step of the optimiser."""
-        updates, opt_state = self.tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
-
     def describe(self, params) -> str:
         """Devices, mesh and size of the model, for people."""
         shape = " x ".join(f"{name} {self.mesh.shape[name]}" for name in AXES)
         size = sum(x.size for x in jax.tree.leaves(params))
         kind = self.mesh.devices.flat[0].device_kind
         return f"{jax.device_count()} devices ({kind}), mesh {shape}, {size:,} parameters"
+
+
+class Trainer(Model):
+    """Model, optimiser and compiled functions over one mesh. State is a dict of params, opt_state and step.
+
+    Moments are kept where their parameters are. A subclass gives `_step(state, batch) -> (state, metrics)`.
+    """
+
+    def __init__(self, args, mesh: Mesh, schedule: optax.Schedule):
+        """Nothing is computed yet."""
+        super().__init__(args, mesh)
+        self.tx = optax.adamw(schedule, b2=0.98, weight_decay=0.01)
+        replicated = NamedSharding(mesh, P())
+        opt_state = optax.tree_utils.tree_map_params(
+            self.tx,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self.tx.init, self.shapes),
+            self.param_shardings,
+            transform_non_params=lambda _: replicated,
+        )
+        self.shardings = {"params": self.param_shardings, "opt_state": opt_state, "step": replicated}
+        self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.shardings, replicated))
+
+    def init(self):
+        """State at step 0, each array where it belongs."""
+
+        def init():
+            params = self.new_params()
+            return {"params": params, "opt_state": self.tx.init(params), "step": jnp.zeros((), jnp.int32)}
+
+        return jax.jit(init, out_shardings=self.shardings)()
+
+    def update(self, state, grads):
+        """State after one step of the optimiser."""
+        updates, opt_state = self.tx.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
 
 
 class Checkpoints:
@@ -217,6 +245,20 @@ class Checkpoints:
         place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         target = jax.tree.map(place, shapes, trainer.shardings)
         return self.manager.restore(step, args=self.ocp.args.StandardRestore(target))
+
+    def restore_params(self, model: Model):
+        """Parameters of the newest checkpoint, without optimiser, or None."""
+        step = self.manager.latest_step()
+        if step is None:
+            return None
+        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        target = {"params": jax.tree.map(place, model.shapes, model.param_shardings)}
+        args = self.ocp.args.PyTreeRestore(
+            item=target,
+            restore_args=self.ocp.checkpoint_utils.construct_restore_args(target),
+            partial_restore=True,
+        )
+        return self.manager.restore(step, args=args)["params"]
 
     def save(self, state):
         """Writes in the background, unless this step is there already; `close` waits for it."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _training import AXES, Checkpoints, Trainer, make_mesh, make_parser, start_jax
+from _training import AXES, Checkpoints, Trainer, make_mesh, make_training_parser, start_jax
 from flax import nnx
 from jax import lax
 from jax.flatten_util import ravel_pytree
@@ -29,7 +29,7 @@ PROMPT = b"def "
 
 
 def parse_args(argv=None):
-    parser = make_parser(__doc__, steps=300, out="runs/train_moe")
+    parser = make_training_parser(__doc__, steps=300, out="runs/train_moe")
     add = parser.add_argument
     add("--restore", action="store_true", help="go on from the checkpoint in --out")
     add("--no-checkpoint", action="store_true")

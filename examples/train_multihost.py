@@ -16,7 +16,7 @@ import _data
 import jax
 import numpy as np
 import optax
-from _training import AXES, Checkpoints, Trainer, make_mesh, make_parser, start_jax
+from _training import AXES, Checkpoints, Trainer, make_mesh, make_training_parser, start_jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,7 +24,7 @@ import jax_ep
 
 
 def parse_args(argv=None):
-    parser = make_parser(__doc__, steps=300, out="runs/train_multihost")
+    parser = make_training_parser(__doc__, steps=300, out="runs/train_multihost")
     add = parser.add_argument
     add("--dp", type=int, help="size of the data axis; default: what --ep leaves")
     add("--shard-rest", action="store_true", help="keep all other weights, and their moments, split over the data axis")

@@ -2,7 +2,8 @@
 
 Covers: the worked example's numbers; training lowers the loss; plot, loss log, checkpoint and restore; the same losses
 from one process with eight devices and from two processes, and in two layouts; layout "batched" with FP8 rows; training
-over several processes that Slurm's variables, the launcher or arguments bring together, and its restart.
+over several processes that Slurm's variables, the launcher or arguments bring together, and its restart; decoding gives
+what the whole model gives, compiles nothing on the way and takes checkpoints; overlapped layers equal the others.
 """
 
 import json
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -159,6 +161,134 @@ def test_training_over_processes_and_restart(tmp_path):
     assert len(straight["losses"]) == 6 and straight["losses"][-1] < straight["losses"][0]
     assert resumed["losses"] == straight["losses"][3:]
     np.testing.assert_allclose(elsewhere["losses"], straight["losses"][3:], rtol=1e-5)
+
+
+@pytest.fixture
+def decode(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import decode
+
+    return decode
+
+
+TINY = "--hidden 32 --ffn 32 --layers 2 --heads 2 --experts 4 --requests 7 --new-tokens 6 --prompt 6".split()
+
+
+def test_decoding_is_the_whole_model(decode, make_mesh):
+    """Each token drawn is the likeliest of the model that sees the whole text at once, whatever batch it was in."""
+    import _data
+
+    args = decode.parse_args([*TINY, "--batches", "1,3", "--temperature", "0"])
+    mesh = make_mesh(1, 2, axis_names=decode.AXES)
+    decoder = decode.Decoder(args, mesh, mode="latency")
+    params = jax.jit(decoder.new_params, out_shardings=decoder.param_shardings)()
+    done = []
+    requests = decode.make_requests(args, _data.load_corpus(), num_slots=6)
+    report = decode.serve(decoder, params, decoder.warm_up(params, decoder.init()), requests, done.append)
+    assert sorted(r.number for r in done) == list(range(7)) and len(report.sizes) > 1
+    assert len(report.step_ms) == sum(report.sizes.values())
+
+    texts = np.zeros((8, decoder.length), np.int32)
+    for request in requests:
+        assert args.new_tokens >= len(request.drawn) == request.new_tokens >= args.new_tokens / 2
+        text = [*request.prompt, *request.drawn]
+        texts[request.number, : len(text)] = text
+    logits = np.asarray(jax.jit(lambda params, texts: decoder.bind(params)(texts)[0])(params, texts))
+    for request in requests:
+        first = len(request.prompt) - 1
+        here = logits[request.number, first : first + request.new_tokens]
+        assert np.all(here[np.arange(request.new_tokens), request.drawn] >= here.max(axis=1) - 1e-4)
+    assert len({tuple(r.drawn) for r in requests}) > 1
+
+
+def test_slots_are_filled_from_below(decode):
+    request = lambda number: decode.Request(number, np.array([65, 66], np.int32), new_tokens=1, arrival=0)
+    slots = decode.Slots(num_devices=2, batches=[1, 3])
+    first = [request(n) for n in range(3)]
+    assert all(slots.admit(r) for r in first) and slots.num_lines == 2
+    batch, taken = slots.advance()
+    assert batch[0].tolist() == [[65, 0, 0], [65, 0, 2], [-1, -1, -1]]
+    assert batch[1].tolist() == [[65, 0, 1], [-1, -1, -1], [-1, -1, -1]]
+    assert [(r.number, slot, device, *flags) for r, slot, device, *flags in taken] == [
+        (0, 0, 0, False, False), (1, 0, 1, False, False), (2, 1, 0, False, False),
+    ]  # fmt: skip
+    assert all(slots.admit(request(n)) for n in (3, 4, 5)) and not slots.admit(request(6))
+    batch, taken = slots.advance()  # the first three are done with it and leave
+    assert [flags for r, _, _, *flags in taken if r.number < 3] == [[True, True]] * 3
+    assert slots.num_lines == 3 and slots.admit(request(6)) and slots.held[0][0].number == 6
+
+
+@pytest.mark.slow
+def test_decode():
+    """The command in short form: several sizes of batch, each compiled before the first request."""
+    sizes = [*TINY, "--batches", "1,2", "--cpu-devices", 2]
+    text = run(EXAMPLES / "decode.py", *sizes, "--compare")
+    assert "weights are new" in text and "2 devices (cpu), mesh data 1 x expert 2" in text
+    for name in ("latency mode", "throughput mode", "XLA collectives"):
+        assert re.search(rf"^{name}: programs for batches of 2, 4, \S+ s; 0 compiled after that$", text, re.M)
+        assert re.search(rf"^│ {name} .* 7 of 7 │$", text, re.M)
+    assert len(re.findall(r"steps by size of their batch: 2: \d+, 4: \d+", text)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_decode_a_checkpoint_over_processes(trained, tmp_path):
+    out, *_ = trained
+    model = "--hidden 32 --ffn 32 --layers 1 --requests 4 --new-tokens 4".split()
+    launch = ["-m", "jax_ep", "launch", "--ranks", 2, "--platform", "cpu", EXAMPLES / "decode.py"]
+    text = run(*launch, *model, "--checkpoint", out)
+    assert "weights are new" not in text and "2 devices (cpu), mesh data 1 x expert 2" in text
+    assert text.count("0 compiled after that") == 1 and "request 0:" in text
+    process = start(EXAMPLES / "decode.py", *model, "--checkpoint", tmp_path)
+    _, error = process.communicate(timeout=600)
+    assert process.returncode == 1 and "train with train_moe.py first" in error
+
+
+def test_a_compilation_on_the_way_is_noticed(decode):
+    counter = decode.compilations()
+    before = counter["programs"]
+    jax.jit(lambda x: x + 1)(np.ones(3)).block_until_ready()
+    jax.jit(lambda x: x + 1)(np.ones(4)).block_until_ready()
+    assert counter["programs"] == before + 2 and decode.compilations() is counter
+
+
+def test_overlap():
+    sizes = "--tokens 16 --hidden 32 --ffn 32 --experts 2 --topk 2 --layers 2 --cpu-devices 2".split()
+    text = run(EXAMPLES / "overlap.py", *sizes)
+    assert "2 devices (cpu), 2 layers" in text and "nothing overlaps" in text
+    assert float(re.search(r"results differ by (\S+) at most", text)[1]) < 1e-4
+
+
+def test_overlap_reads_the_schedule(monkeypatch):
+    """What was written is recognised, and what was not is an error. A real one: tests/gpu/test_ahead_of_time.py."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import overlap
+
+    products = ("__cublas$gemm", "__cublas$lt$matmul")
+    call = '  %c.{0} = s32[2]{{0}} custom-call(%p), custom_call_target="{1}"'.format
+    product = "  %g.{0} = bf16[8]{{0}} fusion(%p), kind=kCustom, calls=%fused_computation.gemm_fusion_dot.{0}".format
+    lines = []
+    for part in overlap.PARTS:
+        op = part.split()[0]
+        lines += [
+            product(7),
+            call(0, f"jax_ep_{op}_start"),
+            product(1),
+            "  %f = f32[] fusion(%p), kind=kLoop, calls=%x",
+        ]
+        lines += [call(2, products[len(lines) % 2]), call(3, f"jax_ep_{op}_done")]
+    hlo = "\n".join(["HloModule m, is_scheduled=true", "", "ENTRY %main {", *lines, "}"])
+    order, said = overlap.schedule(hlo), []
+    assert order[:5] == ["gemm", "dispatch_start", "gemm", "gemm", "dispatch_done"] and len(order) == 20
+    overlap.show_schedule(order, 1, said.append)
+    assert said == [f"  {p}: {p.split()[0]}_start gemm gemm {p.split()[0]}_done" for p in overlap.PARTS]
+    moved = order[:2] + order[3:5] + ["gemm"] + order[5:]
+    with pytest.raises(
+        SystemExit, match="did not keep the schedule in layer 0: dispatch a is dispatch_start gemm disp"
+    ):
+        overlap.show_schedule(moved, 1, said.append)
+    with pytest.raises(SystemExit, match="found 8 halves, expected 16"):
+        overlap.show_schedule(order, 2, said.append)
 
 
 def test_launchers_that_jax_knows(monkeypatch):

@@ -7,6 +7,7 @@ Needs the wheels of JAX's CUDA plugin and the extension, no GPU and no driver:
 import importlib.util
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -90,6 +91,20 @@ show(jax.jit(run(moe, (P(), P("ep"), P("ep"), P("ep")))), weights, *args)
 """
 
 
+# examples/overlap.py, which checks this by itself where it runs.
+EXAMPLE = """
+sys.path.insert(0, EXAMPLES)
+import overlap
+
+args = overlap.parse_args("--tokens 64 --hidden 256 --ffn 128 --layers 2 --implementation cuda".split())
+program = overlap.stack(overlap.Layer(args, ranks).overlapped, args.layers, mesh)
+shapes = jax.eval_shape(lambda: overlap.make_operands(args, ranks, jnp.bfloat16))
+place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+hlo = program.trace(*jax.tree.map(place, shapes, overlap.SPECS)).lower(lowering_platforms=("cuda",)).compile().as_text()
+overlap.show_schedule(overlap.schedule(hlo), args.layers, lambda line: print("HLO" + json.dumps(line)))
+"""
+
+
 def compiled(program, layout):
     sizes = [H100, NUM_RANKS, NUM_TOKENS, NUM_TOPK, HIDDEN, CAPACITY, layout]
     env = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # there is no driver to ask
@@ -135,3 +150,13 @@ def test_what_runs_between_start_and_done():
     order = [re.sub("cublas.*", "gemm", name or product) for name, product in calls]
     expected = ["dispatch_start", *["gemm"] * 3, "dispatch_done", "combine_start", *["gemm"] * 3, "combine_done"]
     assert order == expected
+
+
+def test_schedule_of_the_example():
+    """Halves of every exchange of both micro-batches with their products in between, layer after layer."""
+    pytest.importorskip("flax")
+    examples = str(pathlib.Path(__file__).parents[2] / "examples")
+    assert compiled(f"EXAMPLES = {examples!r}" + EXAMPLE, "expert").split(": ") == [
+        "  dispatch a",
+        "dispatch_start gemm gemm dispatch_done",
+    ]
