@@ -23,6 +23,11 @@ __device__ __forceinline__ uint64_t now_ns() {
   return t;
 }
 
+// A tag of what all ranks must pass alike, with one number more that only the device knows.
+__device__ __forceinline__ uint64_t tag_with(uint64_t tag, int32_t number) {
+  return tag ^ (uint64_t(uint32_t(number)) + 1) * 0x9e3779b97f4a7c15u;
+}
+
 // A block's view of the call under way. Lives in registers; every thread of the grid holds the same values.
 class Session {
  public:
@@ -34,7 +39,7 @@ class Session {
   __device__ Session(const CallParams &call, uint64_t epoch) : Session(call) { epoch_ = epoch; }
 
   // A number that all ranks must pass alike; before announce().
-  __device__ void agree_on(int32_t number) { tag_ ^= (uint64_t(uint32_t(number)) + 1) * 0x9e3779b97f4a7c15u; }
+  __device__ void agree_on(int32_t number) { tag_ = tag_with(tag_, number); }
 
   __device__ bool is_broken() const { return control_->broken != 0; }
   __device__ uint64_t epoch() const { return epoch_; }

@@ -16,4 +16,14 @@ inline bool has_bulk_copies(int device) {
   return major >= 9 && bytes >= kBulkSharedBytes + 1024; // and 1 KiB of the kernels' own
 }
 
+// Loads a kernel's machine code on the current device now, instead of at its first launch, and allows it the shared memory
+// that it may ask for. Nothing to do for one with bulk copies where the device has none.
+template <class... Params> cudaError_t load_kernel(void (*kernel)(Params...), bool use_bulk) {
+  int device = 0;
+  const cudaError_t e = cudaGetDevice(&device);
+  if (e || (use_bulk && !has_bulk_copies(device))) return e;
+  return cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              use_bulk ? kBulkSharedBytes : kVectorSharedBytes);
+}
+
 } // namespace jax_ep

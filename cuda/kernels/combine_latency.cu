@@ -183,8 +183,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     parity = send_sums<kType, kBulk, kWire>(p, plan, shape, shared); // ends with a barrier behind all stores
     call.publish_sent();
   }
-  if (latency.ticket_result && blockIdx.x == 0 && threadIdx.x < 2)
-    latency.ticket_result[threadIdx.x] = int32_t(uint32_t(call.epoch() >> 32 * threadIdx.x));
+  call.write_ticket(latency);
   if (ok && latency.receives) { // 3 receive
     bulk_fence(); // stages were read and written through the generic proxy
     if (call.wait_sent()) { // and a barrier
@@ -224,14 +223,9 @@ cudaError_t launch_combine_latency(const CombineParams &p, const LatencyCall &la
 }
 
 cudaError_t load_combine_latency_kernels() {
-  int device = 0;
-  cudaError_t e = cudaGetDevice(&device);
-  const bool has_bulk = !e && has_bulk_copies(device);
+  cudaError_t e = cudaSuccess;
   for (DType type : {DType::kBF16, DType::kF16, DType::kF32})
-    for (int variant = 0; variant < 4; ++variant)
-      if (!e && (variant < 2 || has_bulk)) // also loads the kernel's machine code now instead of at its first launch
-        e = cudaFuncSetAttribute(kernel_for(type, variant / 2, variant % 2), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 variant / 2 ? kBulkSharedBytes : kVectorSharedBytes);
+    for (int variant = 0; variant < 4 && !e; ++variant) e = load_kernel(kernel_for(type, variant / 2, variant % 2), variant / 2);
   return e;
 }
 

@@ -301,14 +301,9 @@ cudaError_t launch_combine(CombineParams p, cudaStream_t stream) {
 }
 
 cudaError_t load_combine_kernels() {
-  int device = 0;
-  cudaError_t e = cudaGetDevice(&device);
-  const bool has_bulk = !e && has_bulk_copies(device);
+  cudaError_t e = cudaSuccess;
   for (DType type : {DType::kBF16, DType::kF16, DType::kF32})
-    for (int variant = 0; variant < 4; ++variant)
-      if (!e && (variant < 2 || has_bulk)) // also loads the kernel's machine code now instead of at its first launch
-        e = cudaFuncSetAttribute(kernel_for(type, variant / 2, variant % 2), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 variant / 2 ? kBulkSharedBytes : kVectorSharedBytes);
+    for (int variant = 0; variant < 4 && !e; ++variant) e = load_kernel(kernel_for(type, variant / 2, variant % 2), variant / 2);
   return e;
 }
 

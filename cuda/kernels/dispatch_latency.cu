@@ -33,6 +33,10 @@ struct Plan {
   MovePlan send, receive;
 };
 
+JAX_EP_HD SlotShape slot_shape(const DispatchParams &p) {
+  return {p.call.row_bytes, p.call.side_bytes, p.num_tokens, p.call.num_topk, p.num_experts + p.call.num_ranks};
+}
+
 // Equal pieces of a row, at most `wanted` of them.
 int pieces_of(int64_t row_bytes, int64_t unit, int64_t wanted) {
   const int64_t units = row_bytes / unit, most = row_bytes / kSmallestPiece;
@@ -104,10 +108,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                             const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_ranks = p.call.num_ranks;
-  const SlotShape shape{p.call.row_bytes, p.call.side_bytes, p.num_tokens, p.call.num_topk, p.num_experts + num_ranks};
+  const SlotShape shape = slot_shape(p);
   const int32_t window = kRoute && p.window ? *p.window : -1;
-  const int64_t first_row = int64_t(max(window, 0)) * p.capacity; // read once: waiting for flags empties the cache
-  SlotCall call(p.call, latency, shape, p.call.tag ^ (uint64_t(uint32_t(window)) + 1) * 0x9e3779b97f4a7c15u);
+  const int64_t first_row = window_start(p); // read once: waiting for flags empties the cache
+  SlotCall call(p.call, latency, shape, tag_with(p.call.tag, window));
   if (call.is_broken()) { // a call before this one failed
     poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
     return;
@@ -146,8 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads(); // behind all stores
     call.publish_sent();
   }
-  if (latency.ticket_result && blockIdx.x == 0 && threadIdx.x < 2)
-    latency.ticket_result[threadIdx.x] = int32_t(uint32_t(call.epoch() >> 32 * threadIdx.x));
+  call.write_ticket(latency);
   if (ok && latency.receives) {
     int32_t *start = reinterpret_cast<int32_t *>(shared + plan.start), *kept = reinterpret_cast<int32_t *>(shared + plan.kept);
     TokenRange slots{};
@@ -170,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       for (int s = threadIdx.x; s <= num_ranks; s += kThreads) first_slot[s] = p.recv_offsets[s];
       own = own_rows<false>(p, first_row, route.shared(), start, kept); // ends with a barrier
-      slots = {int(int64_t(own.num_slots) * blockIdx.x / gridDim.x), int(int64_t(own.num_slots) * (blockIdx.x + 1) / gridDim.x)};
+      slots = block_share(own.num_slots);
     }
     bulk_fence(); // the room was read and written through the generic proxy
     // 5 receive
@@ -211,7 +214,7 @@ cudaError_t launch_dispatch_latency(const DispatchParams &p, const LatencyCall &
   const Plan plan = make_plan(p, is_route);
   const int64_t most = p.use_bulk ? kBulkSharedBytes : kVectorSharedBytes;
   if (plan.bytes > most || plan.send.num_warps < 1 || plan.receive.num_warps < 1) return cudaErrorInvalidConfiguration;
-  const SlotShape shape{p.call.row_bytes, p.call.side_bytes, p.num_tokens, p.call.num_topk, p.num_experts + p.call.num_ranks};
+  const SlotShape shape = slot_shape(p);
   if (p.call.num_ranks * shape.bytes() > p.call.shape.slot_bytes()) return cudaErrorInvalidConfiguration;
   kernel_for(is_route, p.use_bulk, p.quantize != Quantize::kNone)<<<p.num_blocks, kThreads, plan.bytes, stream>>>(p, latency,
                                                                                                                    plan);
@@ -219,14 +222,10 @@ cudaError_t launch_dispatch_latency(const DispatchParams &p, const LatencyCall &
 }
 
 cudaError_t load_dispatch_latency_kernels() {
-  int device = 0;
-  cudaError_t e = cudaGetDevice(&device);
-  const bool has_bulk = !e && has_bulk_copies(device);
-  for (int variant = 0; variant < 8; ++variant) {
+  cudaError_t e = cudaSuccess;
+  for (int variant = 0; variant < 8 && !e; ++variant) {
     const bool use_bulk = variant / 4;
-    if (!e && (!use_bulk || has_bulk)) // also loads the kernel's machine code now instead of at its first launch
-      e = cudaFuncSetAttribute(kernel_for(variant & 1, use_bulk, variant & 2), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               use_bulk ? kBulkSharedBytes : kVectorSharedBytes);
+    e = load_kernel(kernel_for(variant & 1, use_bulk, variant & 2), use_bulk);
   }
   return e;
 }

@@ -176,14 +176,10 @@ cudaError_t launch_dispatch(DispatchParams p, cudaStream_t stream) {
 }
 
 cudaError_t load_dispatch_kernels() {
-  int device = 0;
-  cudaError_t e = cudaGetDevice(&device);
-  const bool has_bulk = !e && has_bulk_copies(device);
-  for (int variant = 0; variant < 8; ++variant) {
+  cudaError_t e = cudaSuccess;
+  for (int variant = 0; variant < 8 && !e; ++variant) {
     const bool use_bulk = variant / 4;
-    if (!e && (!use_bulk || has_bulk)) // also loads the kernel's machine code now instead of at its first launch
-      e = cudaFuncSetAttribute(kernel_for(variant & 1, use_bulk, variant & 2), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               use_bulk ? kBulkSharedBytes : kVectorSharedBytes);
+    e = load_kernel(kernel_for(variant & 1, use_bulk, variant & 2), use_bulk);
   }
   return e;
 }

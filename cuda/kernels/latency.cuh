@@ -39,7 +39,7 @@ class SlotCall {
       session_.fail(Failure::kMismatch, Phase::kAnnounce, call_.rank, session_.control().epoch, session_.epoch());
       ok = false;
     }
-    if (latency.sends && !(latency.receives && call_.shape.num_slots == 2)) {
+    if (latency.sends && !(latency.receives && call_.shape.num_slots == kFusedSlots)) {
       const uint64_t before = epoch() > uint64_t(call_.shape.num_slots) ? epoch() - call_.shape.num_slots : 0;
       for (int p = threadIdx.x; p < call_.num_ranks && ok; p += blockDim.x) {
         uint64_t &credit = credit_at(call_.arena, p);
@@ -52,6 +52,12 @@ class SlotCall {
       }
     }
     return __syncthreads_and(ok);
+  }
+
+  // A start: what its done must know.
+  __device__ void write_ticket(const LatencyCall &latency) const {
+    if (latency.ticket_result && blockIdx.x == 0 && threadIdx.x < 2)
+      latency.ticket_result[threadIdx.x] = int32_t(uint32_t(epoch() >> 32 * threadIdx.x));
   }
 
   // All threads of the block, after a barrier behind their stores: the release of the thread that stores the flag covers

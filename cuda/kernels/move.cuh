@@ -120,7 +120,7 @@ template <bool kRoute, bool kQuantizes> struct SentRows {
 
   __device__ SentRows(const DispatchParams &p_, const PeerBuffers *peers_, int num_warps)
       : p(p_), peers(peers_), step(num_warps) {
-    const TokenRange mine = block_tokens(p.num_tokens);
+    const TokenRange mine = block_share(p.num_tokens);
     token = mine.begin + int(threadIdx.x / kWarpSize), end = mine.end;
   }
   __device__ Item next(int lane) {

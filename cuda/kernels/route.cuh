@@ -14,8 +14,8 @@
 
 namespace jax_ep {
 
-__device__ __forceinline__ TokenRange block_tokens(int num_tokens) {
-  const int64_t n = num_tokens;
+// This block's part of tokens, or of slots.
+__device__ __forceinline__ TokenRange block_share(int64_t n) {
   return {int(n * blockIdx.x / gridDim.x), int(n * (blockIdx.x + 1) / gridDim.x)};
 }
 
@@ -100,7 +100,7 @@ __device__ __forceinline__ void count_tokens(const DispatchParams &p, const Sess
   for (int i = threadIdx.x; i < sh.num_warps * columns; i += blockDim.x) sh.positions[i] = 0;
   if (threadIdx.x == 0) *sh.invalid = 0;
   __syncthreads();
-  const TokenRange block = block_tokens(p.num_tokens);
+  const TokenRange block = block_share(p.num_tokens);
   if (warp < sh.num_warps) {
     const TokenRange mine = warp_tokens(block, warp, sh.num_warps);
     for (int64_t i = int64_t(mine.begin) * num_ranks + lane; i < int64_t(mine.end) * num_ranks; i += kWarpSize)
@@ -207,7 +207,7 @@ __device__ __forceinline__ void place_tokens(const DispatchParams &p, RouteShare
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks, num_topk = p.call.num_topk;
   if (warp < sh.num_warps) {
-    const TokenRange mine = warp_tokens(block_tokens(p.num_tokens), warp, sh.num_warps);
+    const TokenRange mine = warp_tokens(block_share(p.num_tokens), warp, sh.num_warps);
     const int32_t *base = sh.positions + warp * columns;
     const bool is_token_layout = p.is_token_layout();
     const int64_t first = window_start(p);

@@ -215,7 +215,7 @@ __device__ __forceinline__ TokenRange place_arrivals(const DispatchParams &p, co
   const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk;
   const int64_t all = route.first_slot[num_ranks], first = p.is_token_layout() ? min(route.first_row, all) : 0;
   const int64_t n = (p.is_token_layout() ? min(first + p.capacity, all) : all) - first;
-  const TokenRange mine{int(n * blockIdx.x / gridDim.x), int(n * (blockIdx.x + 1) / gridDim.x)};
+  const TokenRange mine = block_share(n);
   for_items(mine.end - mine.begin, num_topk, [&](int item, int k) {
     const int slot = mine.begin + item;
     int source = 0;

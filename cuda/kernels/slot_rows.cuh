@@ -10,10 +10,10 @@ namespace jax_ep {
 // One warp of a block: the weights of the block's share of tokens, to every rank.
 __device__ __forceinline__ void send_weights(const DispatchParams &p, char *const *parts, const SlotShape &shape, int lane) {
   if (!p.weights) return;
-  const int64_t n = p.num_tokens, num_topk = p.call.num_topk;
   const int32_t *ids = p.topk_idx ? p.topk_idx : p.topk_clean;
-  const int64_t end = n * (blockIdx.x + 1) / gridDim.x * num_topk;
-  for (int64_t i = n * blockIdx.x / gridDim.x * num_topk + lane; i < end; i += kWarpSize) {
+  const TokenRange mine = block_share(p.num_tokens);
+  const int64_t end = int64_t(mine.end) * p.call.num_topk;
+  for (int64_t i = int64_t(mine.begin) * p.call.num_topk + lane; i < end; i += kWarpSize) {
     const bool is_valid = ids[i] >= 0 && ids[i] < p.num_experts;
     const float weight = is_valid ? p.weights[i] : 0.f; // elsewhere it may be anything
     for (int r = 0; r < p.call.num_ranks; ++r) reinterpret_cast<float *>(parts[r] + shape.scalars())[i] = weight;

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import test_loopback
-from test_loopback import CASES, Case, check, cuda, inputs, make, read, same
+from test_loopback import CASES, Case, check, check_with_delays, cuda, inputs, make, read, same
 
 pytestmark = test_loopback.pytestmark
 
@@ -60,12 +60,9 @@ def test_more_ranks_segments_and_pieces(name, bulk, split):
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("layout", ["expert", "token", "batched"])
 def test_random_delays_and_many_calls(layout, split):
-    case = Case(ranks=4, tokens=64, topk=4, experts=16, hidden=256, layout=layout, weights=False, slots=2, split=split)
-    ranks = make(case)
-    rng = np.random.default_rng(0)
-    for call in range(60):
-        delays = rng.integers(0, 200_000, case.ranks) if call % 2 else []
-        check(case, ranks, call % 5, [int(d) for d in delays])
+    check_with_delays(
+        Case(ranks=4, tokens=64, topk=4, experts=16, hidden=256, layout=layout, weights=False, slots=2, split=split)
+    )
 
 
 def test_call_1000_equals_call_1():
