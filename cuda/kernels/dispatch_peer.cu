@@ -28,6 +28,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kMaxStage = 4 * 1024;         // bytes of an operand row that a warp loads at a time
 constexpr int kMaxQuantStage = 4 * 1024;    // when it quantises them
 constexpr int kVectorQuantStage = 2 * 1024; // ... without bulk copies
+constexpr int kMaxTakenSide = 1024;         // bytes of a side row that the copy engine takes along with its row
 constexpr int kZeroPage = 2048;
 constexpr int kZeroWarps = 1;               // warps kept free of rows when bulk copies are used
 
@@ -61,6 +62,9 @@ Plan make_plan(const DispatchParams &p, bool is_route) {
       move.quant_bytes = int(move.stage_bytes / dtype_bytes(p.dtype));
       move.scale_bytes = int(p.call.side_bytes);
     }
+    const bool is_aligned = (reinterpret_cast<uintptr_t>(p.side) | uintptr_t(p.call.side_bytes)) % 16 == 0;
+    if (p.use_bulk && p.recv_side && is_aligned && p.call.side_bytes <= kMaxTakenSide)
+      move.taken_bytes = int(p.call.side_bytes);
   }
   const int warp_bytes = move.warp_bytes(p.use_bulk), most_warps = p.use_bulk ? kWarps - kZeroWarps : kWarps;
   move.num_warps = warp_bytes && room / warp_bytes < most_warps ? int(room / warp_bytes) : most_warps;
@@ -131,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
     unsigned parity = 0;
-    const SentRows<kRoute, kQuantize> rows(p, peers, plan.move.num_warps);
+    const SentRows<kRoute, kQuantize> rows(p, peers, plan.move);
     if constexpr (kBulk) parity = move_rows_bulk(p, plan.move, shared + plan.room, bars, parity, rows);
     else move_rows_vector(p, plan.move, shared + plan.room, rows);
     zero_rest<kRoute, kBulk>(p, kBulk ? plan.move.num_warps : 0, shared + plan.zeros, kZeroPage, own);

@@ -16,11 +16,13 @@ struct MovePlan {
   int stage_bytes;  // of an operand row that move at a time
   int quant_bytes;  // what they become when quantised, else 0
   int scale_bytes;  // scales of a whole row, else 0
+  int taken_bytes;  // bulk copies: of a side row that the copy engine takes along with its row (kTakesSides), else 0
+  JAX_EP_HD int64_t side_room() const { return round_up(taken_bytes > scale_bytes ? taken_bytes : scale_bytes, 128); }
   JAX_EP_HD int64_t parts_bytes(bool use_bulk) const {
     return round_up(use_bulk ? 2 * (stage_bytes + quant_bytes) : quant_bytes, 128);
   }
   JAX_EP_HD int warp_bytes(bool use_bulk) const {
-    return int(parts_bytes(use_bulk) + round_up(scale_bytes, 128));
+    return int(parts_bytes(use_bulk) + (taken_bytes ? 2 : 1) * side_room());
   }
 };
 
@@ -117,9 +119,10 @@ template <bool kRoute, bool kQuantizes> struct SentRows {
   const DispatchParams &p;
   const PeerBuffers *peers;
   int token, step, end; // the next one to look at
+  bool takes_sides;
 
-  __device__ SentRows(const DispatchParams &p_, const PeerBuffers *peers_, int num_warps)
-      : p(p_), peers(peers_), step(num_warps) {
+  __device__ SentRows(const DispatchParams &p_, const PeerBuffers *peers_, const MovePlan &plan)
+      : p(p_), peers(peers_), step(plan.num_warps), takes_sides(plan.taken_bytes != 0) {
     const TokenRange mine = block_share(p.num_tokens);
     token = mine.begin + int(threadIdx.x / kWarpSize), end = mine.end;
   }
@@ -134,15 +137,21 @@ template <bool kRoute, bool kQuantizes> struct SentRows {
   __device__ char *dst(const Item &item) const {
     return item.has_row ? peers[item.rank].at[kRows] + item.row * p.call.row_bytes : nullptr;
   }
+  __device__ const char *side_src(const Item &item) const { return p.side + item.token * p.call.side_bytes; }
+  __device__ char *side_dst(const Item &item) const {
+    return item.has_row ? peers[item.rank].at[kSide] + item.row * p.call.side_bytes : nullptr;
+  }
   // After a row's stores were issued. `scales`: of the row, when it was quantised here.
   __device__ void finish(const Item &item, const char *scales, int lane) const {
-    if (p.recv_side) {
-      char *side = item.has_row ? peers[item.rank].at[kSide] + item.row * p.call.side_bytes : nullptr;
-      copy_side(kQuantize ? scales : p.side + item.token * p.call.side_bytes, side, p.call.side_bytes, lane);
-    }
+    if (p.recv_side && !takes_sides)
+      copy_side(kQuantize ? scales : side_src(item), side_dst(item), p.call.side_bytes, lane);
     send_scalars<kRoute>(p, peers, item, lane);
   }
 };
+
+// Sources whose side rows the copy engine takes along, if the plan says so: they have side_src and side_dst.
+template <class Source> constexpr bool kTakesSides = false;
+template <bool kRoute, bool kQuantize> constexpr bool kTakesSides<SentRows<kRoute, kQuantize>> = true;
 
 // Copies that a receiver makes: rows that crossed a link once, for the other experts of their token.
 struct ReceivedRows {
@@ -200,16 +209,20 @@ __device__ __forceinline__ unsigned move_rows_bulk(const DispatchParams &p, cons
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   if (warp >= plan.num_warps) return parity;
   char *stages = room + warp * plan.warp_bytes(true);
-  char *scales = stages + plan.parts_bytes(true);
+  const int taken = kTakesSides<Source> ? plan.taken_bytes : 0, side_room = int(plan.side_room());
+  char *sides = stages + plan.parts_bytes(true); // two if any is taken: of pairs one per stage, of scales in turns
   BulkBarrier *bar = bars + 2 * warp;
   const int row_bytes = source.bytes();
   auto start = [&](const typename Source::Item &item, int at, int stage) {
     if (lane != 0) return;
-    const unsigned bytes = unsigned(min(row_bytes - at, plan.stage_bytes));
-    bulk_expect(bar + stage, bytes);
-    bulk_load(stages + stage * plan.stage_bytes, source.src(item) + at, bytes, bar + stage);
+    const int bytes = min(row_bytes - at, plan.stage_bytes), side = at + bytes == row_bytes ? taken : 0;
+    bulk_expect(bar + stage, unsigned(bytes + (Source::kQuantize ? 0 : side)));
+    bulk_load(stages + stage * plan.stage_bytes, source.src(item) + at, unsigned(bytes), bar + stage);
+    if constexpr (kTakesSides<Source> && !Source::kQuantize)
+      if (side) bulk_load(sides + stage * side_room, source.side_src(item), unsigned(side), bar + stage);
   };
   int stage = 0, at = 0;
+  char *scales = sides;
   auto now = source.next(lane);
   if (!source.is_end(now)) start(now, 0, 0);
   auto coming = source.is_end(now) ? now : source.next(lane);
@@ -239,11 +252,15 @@ __device__ __forceinline__ unsigned move_rows_bulk(const DispatchParams &p, cons
     } else if (dst) {
       bulk_store(dst + at, from, unsigned(bytes));
     }
+    if constexpr (kTakesSides<Source>)
+      if (dst && is_last && taken)
+        bulk_store(source.side_dst(now), Source::kQuantize ? scales : sides + stage * side_room, unsigned(taken));
     bulk_commit();
     at += bytes;
     if (is_last) {
       source.finish(now, scales, lane);
       if (Source::kQuantize) __syncwarp(); // the scales are read before the next row's are written
+      if (taken) scales = scales == sides ? sides + side_room : sides; // the engine may still read these
       now = coming, coming = after, at = 0;
     }
     stage ^= 1;

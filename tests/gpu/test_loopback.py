@@ -274,7 +274,8 @@ CASES = {
     "window 1, token": dataclasses.replace(SMALL, capacity=40, window=1, layout="token", routing="mixed"),
     "window 1, batched": dataclasses.replace(SMALL, capacity=7, window=1, layout="batched", weights=False),
     "side of words": dataclasses.replace(SMALL, side=36, layout="token"),
-    "side of vectors": dataclasses.replace(SMALL, side=48, topk=4, routing="mixed"),
+    "side of vectors": dataclasses.replace(SMALL, side=48, topk=4, routing="mixed", sms=1, tokens=65),
+    "wide side": dataclasses.replace(SMALL, side=2064, layout="token"),
     "side of bytes": dataclasses.replace(SMALL, side=7, weights=False, alignment=4),
     "fp8": dataclasses.replace(SMALL, quantize="fp8", hidden=640, layout="token"),
     "fp8 of f32": dataclasses.replace(SMALL, quantize="fp8", hidden=384, dtype="f32", alignment=8, weights=False),
@@ -282,6 +283,12 @@ CASES = {
     "ue8m0, long": dataclasses.replace(SMALL, quantize="fp8_ue8m0", hidden=7168, layout="token", ranks=2, tokens=20),
     "fp8 wire": dataclasses.replace(SMALL, wire="fp8_wire", hidden=640, weights=False, bias=True),
     "fp8 wire, token": dataclasses.replace(SMALL, wire="fp8_wire", hidden=1024, layout="token", routing="mixed"),
+    "fp8, short rows": dataclasses.replace(  # many of them for a warp
+        SMALL, quantize="fp8", hidden=512, tokens=130, layout="token", sms=1
+    ),
+    "ue8m0, side of vectors": dataclasses.replace(
+        SMALL, quantize="fp8_ue8m0", hidden=2048, tokens=40, sms=1, dtype="f32"
+    ),
     "fp8, long": dataclasses.replace(SMALL, quantize="fp8", hidden=7168, layout="token", ranks=2, tokens=20),
     "fp8 wire, long": dataclasses.replace(
         SMALL, wire="fp8_wire", hidden=7168, layout="token", ranks=2, topk=2, tokens=20, dtype="f16"
@@ -292,6 +299,7 @@ CASES = {
     "crosses once, dropped": dataclasses.replace(
         SMALL, crosses_once=True, routing="hot", topk=2, capacity=48, alignment=16, weights=False, side=12
     ),
+    "crosses once, side of vectors": dataclasses.replace(SMALL, crosses_once=True, topk=6, side=32, routing="mixed"),
     "crosses once, batched": dataclasses.replace(SMALL, crosses_once=True, layout="batched", topk=6, side=5),
     "crosses once, fp8": dataclasses.replace(SMALL, crosses_once=True, quantize="fp8", hidden=640, topk=8, ranks=2),
     "crosses once, eight ranks": dataclasses.replace(
