@@ -99,7 +99,7 @@ def quantize(x: jax.Array, kind: str = "fp8") -> Quantized:
       `Quantized`: data [..., hidden] float8_e4m3fn, scale [..., hidden / 128], carrier [..., hidden] in x's dtype.
       Infinities saturate to +-448 and have no part in the scale; NaN stays NaN (bits 0x7f). A block of zeros is 0 with
       the smallest scale, 2**-110; in blocks below 2**-101 elements of at most 2**-120 become 0.
-      Error of an element: at most 2**-4 + 2**-13 of it, or 2**-10 of the scale where that is more.
+      Error of an element: at most 2**-4 + 2**-13 of it, or 2**-10 + 2**-20 of the scale where that is more.
 
     Raises:
       ValueError, TypeError: while tracing, for another hidden size, dtype or kind.

@@ -355,7 +355,7 @@ def wire_tolerance(
     for partial, source, token, _, _ in _partials(oracle, y, weights):
         scale = np.repeat(oracle_quantize(partial)[1].astype(np.float64), 128, -1)
         exact = np.abs(partial.astype(np.float64))
-        allowed[source, token] += np.maximum((2.0**-4 + 2.0**-13) * exact, 2.0**-10 * (1 + 2.0**-13) * scale)
+        allowed[source, token] += np.maximum((2.0**-4 + 2.0**-13) * exact, (2.0**-10 + 2.0**-20) * scale)
     allowed = _with_nodes(allowed, _node_sums(oracle, y, weights, None, ranks_per_node), y.dtype)
     return allowed + _ulp((np.abs(out.astype(np.float64)) + allowed).astype(out.dtype))
 

@@ -67,6 +67,17 @@ def float32_values():
     return np.concatenate([bits, scaled, alone, mixed, ties])
 
 
+def ties_of_uneven_scales():
+    """Ties between the small codes, and just above, under largest magnitudes whose inverses are inexact."""
+    halves = (np.arange(8) + 0.5) * 2.0**-9
+    ties = np.concatenate([halves * (1 + n * 2.0**-16) for n in range(15)])
+    amax = np.random.default_rng(2).uniform(1, 2, (512, 1))
+    blocks = np.zeros((512, 128))
+    blocks[:, :1] = amax
+    blocks[:, 1 : 1 + len(ties)] = ties * amax / 448
+    return blocks.reshape(-1, 256).astype(np.float32)
+
+
 @functools.cache
 def program(kind, dtype):
     """Quantise, and back to `dtype` in the same program."""
@@ -110,11 +121,12 @@ def test_error_bound(kind):
     """The bound of the docstring, on rows of every scale."""
     x = float32_values()
     x = np.where(np.isfinite(x) & (np.abs(x) < 2.0**127), x, np.float32(1))
+    x = np.concatenate([x, ties_of_uneven_scales()])
     data, scale = testing.oracle_quantize(x, kind)
     back = testing.oracle_dequantize(data, scale).astype(np.float64)
     step = np.repeat(scale.astype(np.float64), 128, -1)
     exact = x.astype(np.float64)
-    testing.within(back, exact, np.maximum((2.0**-4 + 2.0**-13) * np.abs(exact), 2.0**-10 * step * (1 + 2.0**-13)))
+    testing.within(back, exact, np.maximum((2.0**-4 + 2.0**-13) * np.abs(exact), (2.0**-10 + 2.0**-20) * step))
     assert (np.abs(data.astype(np.float32)) <= 448).all()
 
 
