@@ -424,16 +424,19 @@ def test_bench_command_on_two_processes(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_first_call_command(tmp_path):
+@pytest.mark.parametrize("processes", ["--ranks 2", "--cpu-devices 2"])
+def test_first_call_command(tmp_path, processes):
+    """Two processes with a rank each, one process with two ranks."""
     done = _jax_ep(
-        *("bench", "--ranks", "2", "--platform", "cpu", "--workload", "small", "--implementation", "xla"),
+        *("bench", *processes.split(), "--platform", "cpu", "--workload", "small", "--implementation", "xla"),
         *("--first-call", "1", "--repeats", "3", "--mode", "latency", "--json", str(tmp_path / "f.json")),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "f.json").read_text())
     assert set(result["median_ratio"]) == {"ours", "control"}
-    assert len(result["starts"][0]["ours"]["calls_us"]) == 8 and result["starts"][0]["mode"] == "latency"
+    (start,) = result["starts"]
+    assert len(start["ours"]["calls_us"]) == 8 and start["mode"] == "latency" and start["num_ranks"] == 2
 
 
 def test_doctor_command(tmp_path):

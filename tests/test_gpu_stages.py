@@ -1,11 +1,14 @@
-"""Scripts of tests/gpu: what a stage of run.py and sanitize.py came to, read from its log; what time_kernels.py asks of
-the kernels and prints. Nothing is run on a GPU here."""
+"""Scripts of tests/gpu: what a stage of run.py and sanitize.py came to, read from its log; what several.py runs, how
+long, and what it makes of it; what time_kernels.py asks of the kernels and prints. Nothing is run on a GPU here."""
 
 import ast
 import pathlib
 import sys
 
 import pytest
+
+from jax_ep.cli import bench
+from jax_ep.cli.benchlib import block_plan
 
 GPU = pathlib.Path(__file__).parent / "gpu"
 
@@ -89,6 +92,106 @@ def test_sanitised_cases_exist_and_cover_the_kernels(scripts):
     assert {t.rpartition("[")[2].rstrip("]").split("-", 1)[1] for t in tests} == {
         f"{copies}-{path}" for copies in ("bulk", "vector") for path in ("direct", "staged")
     }
+
+
+@pytest.fixture
+def several(scripts, monkeypatch):
+    import several
+
+    yield several
+    del sys.modules["several"]
+
+
+def test_everything_about_several_gpus_is_bounded(several, tmp_path):
+    """Nine minutes in all, six for correctness; a section ends with steps of its own; every command's bounds hold."""
+    assert sum(several.SECTIONS.values()) <= 540 and several.SECTIONS["correctness"] <= 360
+    for gpus in (2, 4):
+        plan = several.plan(gpus, tmp_path)
+        assert list(dict.fromkeys(several.section(step) for step in plan)) == list(several.SECTIONS)
+        assert len({step.name for step in plan}) == len(plan)
+        assert [s.ranks for s in plan if isinstance(s, several.run.Stage)] == [None, gpus, 2 * gpus, 4 * gpus, gpus]
+        for step in plan:
+            assert step.limit_s <= several.SECTIONS[several.section(step)]
+            if isinstance(step, several.Command) and "--timeout" in step.words:
+                assert float(step.words[step.words.index("--timeout") + 1]) < step.limit_s
+
+
+def test_commands_about_several_gpus_are_understood(several, tmp_path):
+    """By the parsers of what they start; every workload, routing and implementation wanted is in one of them."""
+    commands = [step for step in several.plan(2, tmp_path) if isinstance(step, several.Command)]
+    benches = [c.words[3:] for c in commands if c.words[:3] == ("-m", "jax_ep", "bench")]
+    parsed = [bench._parser().parse_args(words) for words in benches]
+    named = {(workload, name) for args in parsed for workload in args.workload for name in args.implementation}
+    assert {(w, i) for w in ("W1", "W3", "W1f", "W2") for i in ("cuda", "ragged-decomposed", "dense", "ring")} <= named
+    assert {("W1", "ragged"), *((f"W6-{r}", "cuda") for r in ("one", "zipf", "half", "alone"))} <= named
+    assert [args.ranks for args in parsed if args.first_call] == [(2,), None]
+    assert any({4, 48} <= set(args.num_sms) for args in parsed)
+    for args in parsed:
+        is_block = args.workload == ("W8",)
+        assert block_plan.plan(bench._parser(), args) if is_block else bench._plan(args)
+    trainings = [c for c in commands if c.out.name.startswith("losses-")]
+    endings = [c.words[[w.endswith("train_moe.py") for w in c.words].index(True) :] for c in trainings]
+    assert len({words[1:-1] for words in endings}) == 2  # they differ in the implementation alone
+    assert trainings[0].words[:4] == ("-m", "jax_ep", "launch", "--ranks") and trainings[0].words[4] == "1"
+    source = (GPU.parent.parent / "examples" / "_training.py").read_text() + pathlib.Path(endings[0][0]).read_text()
+    assert all(f'add("{word}"' in source for word in endings[0] if word.startswith("--"))
+
+
+def test_chosen_tests_exist(several, tmp_path):
+    """Every word of a -k is in the name of a test of the stage's files, or the stage would be shorter than it says."""
+    cases = (GPU.parent / "exchange_cases.py").read_text()
+    for stage in several.correctness(2):
+        text = "".join((GPU / t).read_text() for t in stage.tests if several.run.is_test(t)) + cases
+        (words,) = (b for a, b in zip(stage.tests, stage.tests[1:], strict=False) if a == "-k")
+        for word in words.split(" or "):
+            assert any(word in line for line in text.splitlines() if "def test_" in line), (stage.name, word)
+
+
+def test_several_gpus_outcomes(several, tmp_path, capsys):
+    """Failures of ours, of a command and of its time are told; opponents' are not; time is kept for later sections."""
+
+    def command(name, code, limit_s=60):
+        out = tmp_path / f"{name.partition(', ')[2].replace(' ', '-')}.json"
+        code = f"out = {str(out)!r}; import json; write = lambda x: open(out, 'w').write(json.dumps(x)); {code}"
+        return several.Command(name, limit_s, ("-c", code), out)
+
+    def row(implementation, error):
+        return {"workload": "W1", "layout": "token", "op": "dispatch", "implementation": implementation, "error": error}
+
+    steps = [
+        command("speed, good", f"write({{'rows': [{row('cuda', '')}, {row('ragged', 'refused')}]}}); print('W1 5.0')"),
+        command("speed, bad", f"write({{'rows': [{row('cuda', 'wrong result')}]}})"),
+        command("first call, dies", "raise SystemExit(3)"),
+        command("training, hangs", "import time; print('so far'); time.sleep(60)", 10.5),
+        command("training, losses-one GPU", f"write({{'losses': {[3.0] * 50}}})"),
+        command("training, losses-cuda", f"write({{'losses': {[3.01] * 50}}}); print('step 5 dropped 0.00%  7 ms')"),
+        command("training, losses-xla", f"write({{'losses': {[3.03] * 50}}})"),
+    ]
+    (tmp_path / "training-cuda.log").write_text("".join(f"[0] loss 3 dropped 0.00%  {ms} ms\n" for ms in (9, 8, 5, 7)))
+    (tmp_path / "training-xla.log").write_text("")
+    assert several.run_all(steps, tmp_path, 540) == 1
+    lines = capsys.readouterr().out.splitlines()
+    states = {
+        line[:30].strip(): line[30:].split()
+        for line in lines
+        if line[30:40].strip() in ("passed", "FAILED", "TIME-OUT")
+    }
+    assert {name: words[0] for name, words in states.items()} == {
+        "speed, good": "passed",
+        "speed, bad": "FAILED",
+        "first call, dies": "FAILED",
+        "training, hangs": "TIME-OUT",
+        "training, losses-one GPU": "passed",
+        "training, losses-cuda": "passed",
+        "training, losses-xla": "passed",
+        "training, losses cuda": "passed",
+        "training, losses xla": "FAILED",
+    }
+    assert "  W1 5.0" in lines and "  so far" in lines and "wrong result" in " ".join(states["speed, bad"])
+    assert states["training, losses cuda"][-4:] == ["6", "ms", "a", "step"]
+    assert lines[-1].startswith("7 steps, 4 failed")
+    assert several.run_all([steps[0], steps[-1]], tmp_path, several.SECTIONS["training"] + 5) == 1
+    assert "no time left" in capsys.readouterr().out
 
 
 class FakeKernels:

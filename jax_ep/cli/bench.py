@@ -22,6 +22,8 @@ import json
 import os
 import pathlib
 import statistics
+import subprocess
+import sys
 import tempfile
 
 from jax_ep.cli import launch
@@ -79,7 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--split", action="store_true", help="also dispatch and combine as start and done")
     what.add_argument("--host", action="store_true", help="also the host's time for a call")
-    what.add_argument("--first-call", type=int, metavar="N", help="instead: first call over steady, in N fresh starts")
+    what.add_argument(
+        "--first-call",
+        type=int,
+        metavar="N",
+        help="instead: first call over steady, in N fresh starts of --ranks processes, or of one with all devices",
+    )
     what.add_argument("--plot", nargs="+", metavar="JSON", help="instead: draw --png from the files of earlier runs")
     changes = parser.add_argument_group("changes to the first workload, which is then called custom")
     changes.add_argument("--tokens", type=_numbers, default=(), help="per rank; several: a workload for each")
@@ -144,18 +151,17 @@ def main(argv: list[str]) -> int:
     plan = _plan(args)
     if plan.num_calls < 2:
         parser.error("--calls must be at least 2: the time of a call is a difference between programs")
+    if plan.is_first_call:
+        if len(args.ranks or ()) > 1 or len(plan.modes) > 1:
+            parser.error("--first-call takes one number of --ranks and one --mode")
+        how = launch.from_arguments(args)
+        return _first_calls(*(_on(plan, args, args.ranks[0]) if args.ranks else (plan, how)), args.first_call)
     if args.ranks is None:
-        if plan.is_first_call:
-            parser.error("--first-call needs --ranks: every start is a fresh set of processes")
         if DECOMPOSED in plan.implementations:
             parser.error(f"{DECOMPOSED} needs --ranks: its flag concerns whole processes")
         from jax_ep.cli.benchlib import rank  # starts nothing before: it may be that only processes are launched
 
         return rank.run(plan)
-    if plan.is_first_call:
-        if len(args.ranks) > 1 or len(plan.modes) > 1:
-            parser.error("--first-call takes one number of --ranks and one --mode")
-        return _first_calls(*_on(plan, args, args.ranks[0]), args.first_call)
     return _tables(plan, args)
 
 
@@ -222,7 +228,17 @@ def _parts(plan: Plan) -> list[tuple[Plan, tuple[tuple[str, str], ...]]]:
 
 
 def _on_ranks(plan: Plan, how: launch.Launch) -> int:
-    return launch.run(["-m", "jax_ep.cli.benchlib.rank", plan.to_json()], how, _without_prefix)
+    command = ["-m", "jax_ep.cli.benchlib.rank", plan.to_json()]
+    if how.ranks:
+        return launch.run(command, how, _without_prefix)
+    # One process with all devices. What it runs does not wait for other processes, so it needs no launcher.
+    gpus = 0 if how.platform == "cpu" else launch.num_gpus()
+    env = os.environ | launch.rank_env(dataclasses.replace(how, ranks=1), 0, gpus)
+    try:
+        return subprocess.run([sys.executable, *command], env=env, timeout=how.timeout_s, check=False).returncode
+    except subprocess.TimeoutExpired:
+        print(f"bench: not finished within {how.timeout_s:g} s")
+        return launch.TIMED_OUT
 
 
 def _measured(plan: Plan, how: launch.Launch) -> tuple[dict, int]:
