@@ -29,6 +29,7 @@ def windowed(
     axis_name: str | tuple[str, ...],
     capacity: int | None,
     layout: str = "expert",
+    mode: str = "auto",
     expert_alignment: int = 1,
     bias: jax.Array | None = None,
     expert_map: jax.Array | None = None,
@@ -89,6 +90,8 @@ def windowed(
       capacity: rows of one window, which is what bounds the memory ("batched": of each local expert). A little above
         the usual recv.demand, so that one window is the rule. None: the worst case of `dispatch`.
       layout: "expert", "token" or "batched". Default "expert".
+      mode: as for `dispatch`, of every window both ways. "latency" keeps its slots for all tokens, num_ranks *
+        num_tokens rows and more, however small a window is; "auto" takes it only while they are small.
       expert_alignment: as for `dispatch`; capacity is a multiple of it.
       bias: [num_tokens, hidden of y] in y's dtype, added once in float32; None: nothing.
       expert_map: as for `dispatch`. `expert_fn` then works on physical experts, and its recv knows no others
@@ -116,8 +119,8 @@ def windowed(
       Deterministic: equal inputs give equal bits on every run.
       Memory: what dispatch, `expert_fn` and combine take for `capacity` rows, forward and backward alike: it grows
         neither with the skew nor with the number of windows, and no received row is kept from forward to backward.
-        Beside it the sum [num_tokens, hidden] in float32; backward the sums of all gradients in float32, so those
-        of params too.
+        Beside it the slots of latency mode, and the sum [num_tokens, hidden] in float32; backward the sums of all
+        gradients in float32, so those of params too.
 
     Source:
       Own design; the windows are those of `dispatch(window=)`.
@@ -141,6 +144,7 @@ def windowed(
             axis_name=names,
             capacity=capacity,
             layout=shapes.layout("windowed", layout),
+            mode=shapes.mode("windowed", mode),
             expert_alignment=expert_alignment,
             config=config,
             implementation=implementation,

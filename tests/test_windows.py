@@ -226,6 +226,29 @@ def test_rounding(make_mesh):
     testing.same_bits(one_window, testing.oracle_combine(oracle, np.asarray(oracle.x * jnp.bfloat16(1.25))))
 
 
+@pytest.mark.parametrize("mode", ["auto", "throughput", "latency"])
+def test_mode_of_every_window(make_mesh, mode):
+    """Whatever `expert_fn` is given, forward and backward, came in the mode asked for, and goes back in it."""
+    seen = []
+
+    def experts(scale, recv):
+        seen.append(recv.handle.spec.mode)
+        return recv.x * scale
+
+    def run(x, idx):
+        kwargs = {} if mode == "auto" else {"mode": mode}
+        layer = lambda x: jax_ep.windowed(
+            experts, jnp.float32(2), x, idx, None, num_experts=4, axis_name="ep", capacity=4, **kwargs
+        )
+        return jax.grad(lambda x: jnp.sum(layer(x)))(x)
+
+    x = np.ones((2, TOKENS, HIDDEN), np.float32)
+    idx = routing("zipf", num_ranks=2)
+    grad = testing.on_ranks(run, make_mesh(2))(x, idx)
+    np.testing.assert_array_equal(grad, np.broadcast_to(2.0 * (idx >= 0).sum(-1, keepdims=True), x.shape))
+    assert len(seen) > 1 and set(seen) == {mode}
+
+
 def test_under_checkpoint_without_vma(make_mesh):
     """jax.checkpoint around the layer, shard_map without check_vma: the same gradients."""
     rng = np.random.default_rng(3)
@@ -253,6 +276,7 @@ def test_under_checkpoint_without_vma(make_mesh):
         ({"axis_name": "tp"}, ValueError, ["windowed: axis_name='tp' is not bound", "shard_map"]),
         ({"num_experts": 5}, ValueError, ["windowed: got num_experts=5", "expected"]),
         ({"capacity": 0}, ValueError, ["capacity=0", "1 to"]),
+        ({"mode": "fast"}, ValueError, ["windowed: got mode='fast'", '"latency"']),
         ({"layout": "row"}, ValueError, ["windowed: got layout='row'", '"batched"']),
         ({"bias": np.zeros((2, 3, HIDDEN), np.float32)}, ValueError, ["windowed: got bias of shape (3, 8)", "(5, 8)"]),
         ({"y": lambda params, recv: recv.x[:1]}, ValueError, ["combine: got y of shape (1, 8)", "[4, hidden]"]),
