@@ -73,13 +73,18 @@ def test_stages_name_files_that_exist(scripts):
     assert len({stage.name for stage in plan}) == len(plan)
 
 
+def _cases(file, name):
+    """Source of each case of a dict of cases."""
+    tree = ast.parse((GPU / file).read_text())
+    (cases,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == name)
+    return {key.value: ast.unparse(value) for key, value in zip(cases.keys, cases.values, strict=True)}
+
+
 def test_sanitised_cases_exist_and_cover_the_kernels(scripts):
     """A name that no case has would end the stage; a layout or path that no case has would never be sanitised."""
     _, sanitize = scripts
-    tree = ast.parse((GPU / "test_loopback.py").read_text())
-    (cases,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "CASES")
-    source = {key.value: ast.unparse(value) for key, value in zip(cases.keys, cases.values, strict=True)}
-    for by_ranks in (sanitize.CASES, sanitize.RACECHECK):
+    source = _cases("test_loopback.py", "CASES")
+    for by_ranks in (sanitize.CASES, sanitize.LATENCY, sanitize.FEW, sanitize.FEW_LATENCY):
         for ranks, names in by_ranks.items():
             for name in names:
                 assert (f"ranks={ranks}" in source[name]) if ranks != 4 else ("ranks" not in source[name]), name
@@ -88,10 +93,27 @@ def test_sanitised_cases_exist_and_cover_the_kernels(scripts):
         words = ["layout='token'", "layout='batched'", "crosses_once=True", "quantize='fp8", "wire='fp8_wire'"]
         words += ["window=", "capacity=", "routing='idle'", "tokens=0"] if ranks == 4 else ["dtype='f32'"]
         assert not [word for word in words if word not in text], (ranks, words)
-    tests = {t for stage in sanitize.stages("compute-sanitizer") for t in stage.tests if "::" in t}
-    assert {t.rpartition("[")[2].rstrip("]").split("-", 1)[1] for t in tests} == {
-        f"{copies}-{path}" for copies in ("bulk", "vector") for path in ("direct", "staged")
-    }
+    pieces = _cases("test_loopback_latency.py", "CASES_HERE")
+    for by_ranks, own in ((sanitize.LATENCY, sanitize.PIECES), (sanitize.FEW_LATENCY, sanitize.FEW_PIECES)):
+        text = " ".join(
+            [source[name] for names in by_ranks.values() for name in names] + [pieces[name] for name in own]
+        )
+        assert "crosses_once" not in text  # latency mode has no such way
+        assert "quantize='fp8" in text and "wire='fp8_wire'" in text and "layout='batched'" in text
+    assert "layout='token'" in text and "routing='mixed'" in text
+
+
+def test_every_tool_runs_every_path(scripts):
+    """Bulk and vector copies, direct and staged, fused and split: under each tool, in stages that leave time over."""
+    _, sanitize = scripts
+    plan = sanitize.stages("compute-sanitizer")
+    for tool in ("memcheck", "synccheck", "racecheck", "initcheck"):
+        mine = [stage for stage in plan if stage.name.startswith(tool)]
+        assert all(tool in stage.prefix and stage.env["LOOPBACK_SEEDS"] == "1" for stage in mine)
+        words = {w for stage in mine for t in stage.tests for w in t.rstrip("]").split("-")[-2:]}
+        assert {"bulk", "vector", "direct", "staged", "fused", "split"} <= words, tool
+        assert [stage.name.partition(" ")[2] for stage in mine] == ["R=2", "R=4", "latency"]
+        assert all(stage.tests[:2] == ("--maxfail", "2") and len(stage.tests) > 4 for stage in mine)
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def run_command(command: Command, limit_s: float, log: pathlib.Path) -> run.Outc
 
 def results(text: str) -> list[str]:
     """Lines of a log without those of XLA's and other libraries' loggers."""
-    noise = re.compile(r"^(\[\d+\] )?([WIEF]\d{4} |WARNING|\S*Warning|\[Gloo\]|20\d\d-\d\d-\d\d |training |\s*$)")
+    noise = re.compile(r"^(\[\d+\] )?([EFIW]\d{4} |WARNING|\S*Warning|\[Gloo\]|20\d\d-\d\d-\d\d |training |\s*$)")
     return [line[:180] for line in text.splitlines() if not noise.match(line)][-60:]
 
 

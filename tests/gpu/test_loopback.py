@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(cuda.num_devices() == 0, reason="needs a CUDA de
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 CODES = {"bf16": 0, "f16": 1, "f32": 2}
 LAYOUTS = {"expert": 0, "token": 1, "batched": 2}
+NUM_SEEDS = int(os.environ.get("LOOPBACK_SEEDS", 3))  # sanitize.py is content with one
 QUANTIZE = {None: 0, "fp8": 1, "fp8_ue8m0": 2, "fp8_wire": 3}
 
 
@@ -340,7 +341,7 @@ CASES = {
 def test_equals_reference(name, bulk, staged):
     case = dataclasses.replace(CASES[name], bulk=bulk, staged=staged)
     ranks = make(case)
-    for seed in range(int(os.environ.get("LOOPBACK_SEEDS", 3))):  # sanitize.py is content with one
+    for seed in range(NUM_SEEDS):
         check(case, ranks, seed)
 
 
