@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import bootstrap, lowering, tuning
 from jax_ep.cli import bench
-from jax_ep.cli.benchlib import findings, host, implementations, measure, plots, report, timing, workloads
+from jax_ep.cli.benchlib import findings, host, implementations, measure, report, timing, workloads
 from jax_ep.cli.benchlib.plan import Plan
 from jax_ep.cli.benchlib.workloads import WORKLOADS, Traffic, Workload
 
@@ -202,27 +202,6 @@ def test_auto_is_compared_with_the_better_mode():
     assert report.HEADER[51:68].strip() == "mode"
 
 
-def test_curves_and_bars_name_modes_where_there_are_several():
-    rows = [_row(4.0, num_ranks=n, mode=mode) for n in (2, 8) for mode in ("throughput", "latency")]
-    ((_, curves),) = plots.points(rows, "ranks", 2)
-    assert list(curves) == [("dispatch", f"cuda token demand {mode}") for mode in ("throughput", "latency")]
-    ((_, curves),) = plots.points([*rows[::2], _row(4.0, "combine split", "latency")], "ranks", 2)
-    assert list(curves) == [("dispatch", "cuda token demand"), ("combine split", "cuda token demand")]
-    old = [{k: v for k, v in row.items() if "mode" not in k} for row in rows[::2]]  # of a file that knows no modes
-    assert plots.points(old, "ranks", 2) == plots.points(rows[::2], "ranks", 2)
-    assert plots._bar_label(rows[1], True) == "cuda token demand latency 16 SMs"
-
-
-def test_curves_take_the_default_number_of_sms():
-    w3, alone = WORKLOADS["W3"], WORKLOADS["W6-alone"]
-    rows = [_row(9.0, workload=w3), _row(4.0), _row(5.0, num_sms=12, is_default=True), _row(6.0, num_ranks=2)]
-    rows.append(_row(1.0, workload=alone))
-    of_dispatch = ("dispatch", "cuda token demand")
-    assert plots.points(rows, "tokens", 2) == [("R = 8", {of_dispatch: [(4096, 5.0, 100.0), (8192, 9.0, 100.0)]})]
-    assert plots.points(rows, "ranks", 2) == [("4096 tokens", {of_dispatch: [(2, 6.0, 100.0), (8, 5.0, 100.0)]})]
-    assert plots.points(rows, "tokens", 3) == []
-
-
 def test_runs_of_several_numbers_of_ranks_become_one_file(tmp_path, monkeypatch):
     """Rows of the processes with another flag join those of the same ranks; a failure loses nothing measured."""
 
@@ -238,17 +217,6 @@ def test_runs_of_several_numbers_of_ranks_become_one_file(tmp_path, monkeypatch)
     assert [(r["num_ranks"], r["rows"]) for r in bench._results(str(out))] == [
         (n, ["cuda", n, "ragged-decomposed", n]) for n in (2, 8)
     ]
-
-
-def test_plot_command_draws_several_files(tmp_path):
-    files = []
-    for num_ranks in (1, 2, 8):
-        rows = [_row(50.0 * num_ranks, op, num_ranks=num_ranks) for op in ("dispatch", "combine")]
-        files.append(str(tmp_path / f"{num_ranks}.json"))
-        result = {"device": "a", "jax": "1", "num_ranks": num_ranks, "rows": rows}
-        (tmp_path / f"{num_ranks}.json").write_text(json.dumps({"runs": [result]} if num_ranks == 8 else result))
-    assert bench.main(["--plot", *files, "--png", str(tmp_path / "r.png")]) == 0
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
 def _parsed(*words):

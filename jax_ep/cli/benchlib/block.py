@@ -198,7 +198,7 @@ def _measure(
 
 
 def draw(result: dict, path: str) -> None:
-    """Stacked bars of µs, one per row of the table."""
+    """Stacked bars of the parts' µs, one per row of the table; a line where the block ends, negative rest and all."""
     try:
         import matplotlib
     except ImportError:
@@ -215,8 +215,14 @@ def draw(result: dict, path: str) -> None:
         width = np.maximum([r["us"][part] or 0.0 for r in rows], 0.0)
         axis.barh(labels, width, left=left, label=part)
         left = left + width
+    for y, row in enumerate(rows):
+        whole = row["us"]["block"]
+        axis.plot([whole] * 2, [y - 0.45, y + 0.45], color="black", linewidth=2)
+        axis.text(max(whole, left[y]), y, f"  {whole:.0f}", va="center", fontsize=8)
+    axis.margins(x=0.1)
     axis.invert_yaxis()
-    axis.set_title(f"µs of a block, forward and backward: {result['device']}, {result['num_ranks']} ranks", fontsize=9)
+    title = f"µs of the parts of a block (line and number: all in one): {result['device']}, {result['num_ranks']} ranks"
+    axis.set_title(title, fontsize=9)
     axis.legend(fontsize=8, ncols=len(PARTS) + 1, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 BLUE, RED = "#4477aa", "#cc3311"
 LEAST_POINTS = {"tokens": 3, "ranks": 2}  # of a curve against these; with fewer, bars say more
+LOG_FROM = 30  # largest time over smallest
 COLOURS = (BLUE, "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 
 
@@ -35,8 +36,6 @@ def draw(results: list[dict], path: str) -> None:
 
 def _bars(plt, rows: list[dict]):
     """Bars of us per implementation, one panel per workload and op, with the limit as a line."""
-    from matplotlib.ticker import NullFormatter
-
     names = list(dict.fromkeys(row["workload"] for row in rows))
     has_modes = len(_modes(rows)) > 1
     ops = list(dict.fromkeys(row["op"] for row in rows))
@@ -55,13 +54,24 @@ def _bars(plt, rows: list[dict]):
             for y, row in enumerate(shown):
                 if row["limit_us"]:  # 0: nothing crosses
                     axis.plot([row["limit_us"]] * 2, [y - 0.4, y + 0.4], color=RED, linewidth=2)
-            axis.set_xscale("log")
-            axis.xaxis.set_minor_formatter(NullFormatter())
+            times = [us for row in shown for us in (row["us"], row["limit_us"]) if us]
+            if max(times) > LOG_FROM * min(times):  # else from 0, where the length of a bar is the time
+                axis.set_xscale("log")
+                _number(axis.xaxis)
             axis.margins(x=0.15)
             axis.invert_yaxis()
             axis.set_title(f"{name} {op}, µs (red: limit)", fontsize=9)
             axis.tick_params(labelsize=8)
     return figure
+
+
+def _number(axis) -> None:
+    """Labels a logarithmic axis with 1, 2 and 5 of each power of ten, also where it spans less than one."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _modes(rows: list[dict]) -> set[str]:
@@ -129,6 +139,7 @@ def _curves(plt, rows: list[dict], panels: list[tuple[str, str, dict]]):
                     axis.plot(xs, limits, linestyle="--", linewidth=1, **style)
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
+            _number(axis.yaxis)
             ticks = sorted({x for curve in here.values() for x, *_ in curve})
             axis.set_xticks(ticks, [str(x) for x in ticks])
             axis.xaxis.set_minor_formatter(NullFormatter())
