@@ -346,10 +346,12 @@ def main(argv=None):
     model = Model(args, mesh)
     params = load_params(args, model, say)
     say(model.describe(params))
-    if args.compare and mesh.devices.flat[0].platform != "gpu":
-        say("without CUDA devices all of these are the pure-JAX implementation, and differ by noise")
     name = "XLA collectives" if args.implementation == "xla" else f"mode {args.mode}"
     variants = VARIANTS if args.compare else {name: {"mode": args.mode}}
+    if args.compare and mesh.devices.flat[0].platform == "gpu":  # what fell back would be compared with itself
+        variants = {name: {"implementation": "cuda"} | moe for name, moe in variants.items()}
+    elif args.compare:
+        say("without CUDA devices all of these are the pure-JAX implementation, and differ by noise")
     corpus = _data.load_corpus()
     reports = {name: run(args, mesh, params, name, moe, corpus, is_first) for name, moe in variants.items()}
     if args.compare and is_first:
@@ -360,6 +362,7 @@ def main(argv=None):
         say(f"request {shown.number}:\n{text}")
     if joined:
         jax.distributed.shutdown()
+    return reports
 
 
 if __name__ == "__main__":

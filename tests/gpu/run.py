@@ -66,6 +66,10 @@ def stages(cache: str) -> list[Stage]:
     plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000 and not longer"), alone)]
     plan += [Stage("R=4 modes, halves", 4, 150, ("test_split_processes.py",), alone)]
     plan += [Stage("R=2 overlap", 2, 90, ("test_overlap_processes.py",))]
+    plan += [
+        Stage(f"R=2 example {name}", 2, 40, ("test_examples_processes.py", "-k", name))
+        for name in ("decode", "overlap")
+    ]
     # TF32 products, XLA's default for f32, turn a last bit that differs into one of 2^-11, which changes routings.
     exact = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     plan += [Stage("R=8 training", 8, 120, ("test_training_processes.py",), exact)]
