@@ -57,7 +57,8 @@ def correctness(num_gpus: int) -> list[run.Stage]:
         run.Stage("correctness, one process", None, 100, ("test_exchange_devices.py", "-k", f"{cases} or 1000_are"))
     ]
     for ranks, limit_s in ((num_gpus, 70), (2 * num_gpus, 80), (4 * num_gpus, 100)):
-        tests = (exchange, programs, "-k", f"{cases} or 1000_are or recorded")
+        these = cases if ranks <= 2 * num_gpus else "routings or test_staged"  # others use few of so many ranks
+        tests = (exchange, programs, "-k", f"{these} or 1000_are or recorded")
         plan += [run.Stage(f"correctness, {ranks} ranks", ranks, limit_s, tests, alone)]
     latency = (exchange, "--mode", "latency", "-k", "test_routings or recorded")
     return [*plan, run.Stage("correctness, latency", num_gpus, 50, latency)]
