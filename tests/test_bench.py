@@ -352,6 +352,8 @@ def test_host_time_of_a_pair():
     assert entry["mode"] == "latency" and entry["num_ranks"] == len(jax.devices())
     assert entry["host_us"] == pytest.approx(entry["wall_us"], rel=0.5, abs=20)
     assert 0 < entry["start_us"] and entry["host_us"] > 0
+    with pytest.raises(RuntimeError, match="replayed from a command buffer.*set XLA_FLAGS"):
+        host.of_mode("latency", "xla", 5, lambda: 1)
     text = host.format_entry(entry | {"error": ""})
     assert text.startswith("host, mode latency: ") and f"{entry['host_us']:.1f} us to launch" in text
     said = []

@@ -34,13 +34,20 @@ def pairs(impl, num_pairs: int) -> Callable:
 
 
 def launched_us(fn: Callable, args, repeats: int, entered_ns: Callable[[], int]) -> tuple[float, float]:
-    """Medians of the slowest process: us from the call of `fn` to what `entered_ns` then says, and to its end."""
+    """Medians of the slowest process: us from the call of `fn` to what `entered_ns` then says, and to its end.
+
+    Raises:
+      RuntimeError: no dispatch was launched, since XLA replayed it from a command buffer.
+    """
     times = []
     for _ in range(repeats):
         timing.barrier()
         call = time.monotonic_ns()
         jax.block_until_ready(fn(*args))
         times.append((entered_ns() - call, time.monotonic_ns() - call))
+    if any(launched < 0 for launched, _ in times):
+        flag = "XLA_FLAGS=--xla_gpu_enable_command_buffer="
+        raise RuntimeError(f"calls are replayed from a command buffer, not launched; set {flag} to time launches")
     return tuple(max(timing.exchange(statistics.median(t) / 1e3)) for t in zip(*times, strict=True))
 
 
