@@ -80,6 +80,18 @@ def _cases(file, name):
     return {key.value: ast.unparse(value) for key, value in zip(cases.keys, cases.values, strict=True)}
 
 
+def test_files_that_heed_a_mode_run_in_both(scripts):
+    """A test file that asks for --mode has stages in each."""
+    run, _ = scripts
+    by_mode = {"throughput": set(), "latency": set()}
+    for stage in run.stages("cache"):
+        files = {t.partition("::")[0] for t in stage.tests if run.is_test(t)}
+        by_mode["latency" if "--mode" in stage.tests else "throughput"] |= files
+    heeding = {p.name for p in GPU.glob("test_*.py") if '"--mode"' in p.read_text()}
+    heeding -= {"test_exchange_devices.py"}  # of several GPUs
+    assert len(heeding) >= 4 and by_mode["latency"] == heeding <= by_mode["throughput"]
+
+
 def test_sanitised_cases_exist_and_cover_the_kernels(scripts):
     """A name that no case has would end the stage; a layout or path that no case has would never be sanitised."""
     _, sanitize = scripts

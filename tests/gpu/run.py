@@ -1,4 +1,4 @@
-"""The whole GPU suite on one card: `python tests/gpu/run.py --logs gpu-logs` (about ten minutes on an H200).
+"""The whole GPU suite on one card: `python tests/gpu/run.py --logs gpu-logs` (some twelve minutes on an H200).
 
 Each stage is a fresh set of processes with its own time limit: the kernels alone (R ranks on R streams of one process),
 then R = 1, 2, 3, 4 and 8 processes, one rank each, that share the card under MPS. A stage passes when every rank's
@@ -50,6 +50,8 @@ def stages(cache: str) -> list[Stage]:
     plan = [Stage("loopback", None, 300, ("test_loopback.py",), NO_XLA)]
     plan += [Stage("loopback latency", None, 200, ("test_loopback_latency.py",), NO_XLA)]
     plan += [Stage("loopback fuzz", None, 120, ("test_fuzz_loopback.py",), NO_XLA)]
+    latency = ("--mode", "latency")
+    plan += [Stage("loopback fuzz latency", None, 120, ("test_fuzz_loopback.py", *latency), NO_XLA)]
     plan += [Stage("quantiser", None, 120, ("test_quantize_device.py",))]
     plan += [Stage("R=1", 1, 60, (exchange, programs, "-k", "routings or direct or 1000_are or recorded"))]
     plan += [Stage(f"R={r}", r, 90, (exchange, *some)) for r in (2, 3)]
@@ -58,12 +60,12 @@ def stages(cache: str) -> list[Stage]:
     # What GPUs older than sm_90 do, forced.
     vector = (exchange, "--copies", "vector")
     plan += [Stage("R=4 vector", 4, 200, vector), Stage("R=2 vector", 2, 90, (*vector, *some))]
-    latency = (exchange, "--mode", "latency", "-k", "TestExchange")
-    plan += [Stage(f"R={r} latency", r, 120, latency) for r in (2, 3, 4, 8)]
+    plan += [Stage(f"R={r} latency", r, 120, (exchange, *latency, "-k", "TestExchange")) for r in (2, 3, 4, 8)]
     plan += [Stage("R=4 split", 4, 120, (exchange, "--split", "-k", "TestExchange"))]
     plan += [Stage("R=2 programs", 2, 120, (programs,), alone)]
     plan += [Stage("R=4 programs", 4, 150, (programs, "-k", "not longer"), alone)]
     plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000 and not longer"), alone)]
+    plan += [Stage("R=2 programs latency", 2, 120, (programs, *latency, "-k", "not 10000"), alone)]
     plan += [Stage("R=4 modes, halves", 4, 150, ("test_split_processes.py",), alone)]
     plan += [Stage("R=2 overlap", 2, 90, ("test_overlap_processes.py",))]
     plan += [
@@ -82,6 +84,7 @@ def stages(cache: str) -> list[Stage]:
     graphs = {"XLA_FLAGS": f"--xla_gpu_enable_command_buffer={graphs} --xla_gpu_graph_min_graph_size=1"}
     plan += [Stage("R=2 graphs", 2, 90, (programs, "-k", "1000_are or recorded"), graphs)]
     plan += [Stage("faults", 3, 120, ("test_faults_processes.py",))]
+    plan += [Stage("faults latency", 3, 120, ("test_faults_processes.py", *latency))]
     plan += [Stage("whole jobs", None, 150, ("test_whole_jobs.py",), NO_XLA)]
     plan += [Stage("growing pool", 2, 60, ("test_pool_processes.py",), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})]
     for allocator in ("cuda_async", "platform"):
@@ -199,7 +202,7 @@ def chosen(plan: list[Stage], only: list[str]) -> list[Stage]:
 
 def main() -> int:
     """Runs all stages, or those whose names contain an `--only`, and prints the table."""
-    args = arguments(__doc__.splitlines()[0], limit_s=900)
+    args = arguments(__doc__.splitlines()[0], limit_s=1200)
     if launch.num_gpus() == 0:
         print("no CUDA device is visible")
         return 1

@@ -3,8 +3,10 @@
 The GPU twin of tests/test_fuzz.py: 17 routings through each of 12 sets of R ranks on R streams of one process. Every
 output is poisoned before every call. Bulk and vector copies and direct and staged moves take turns over the sets;
 test_loopback.py has every case on all of them, and says how such a file runs alone. Sizes that are not drawn (tokens,
-hidden, experts) go through in steps.
+hidden, experts) go through in steps. `--mode latency` does all of it with the kernels of latency mode.
 """
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from jax_ep import testing
 
 pytestmark = loopback.pytestmark
 ROUTINGS_PER_CASE = 17
+num_slots = 0  # of latency mode, which it means unless it is 0
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 CASES = [
@@ -35,6 +38,12 @@ CASES = [
     Case(ranks=8, experts=16, topk=5, tokens=19, capacity=96, alignment=32, staged=True),
     Case(ranks=8, experts=64, topk=8, tokens=23, layout="token", capacity=100, bulk=False, sms=8),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _mode(request):
+    global num_slots
+    num_slots = 2 if request.config.getoption("--mode") == "latency" else 0
 
 
 def sizes_of(case: Case) -> Sizes:
@@ -55,8 +64,8 @@ class Ranks:
     """The ranks of one case, repaired after a failed call, so that hypothesis can shrink what failed."""
 
     def __init__(self, case: Case):
-        self.case = case
-        self.ranks = loopback.make(case)
+        self.case = dataclasses.replace(case, slots=num_slots)
+        self.ranks = loopback.make(self.case)
 
     def begin(self) -> None:
         if any(self.ranks.failure(r)["code"] for r in range(self.case.ranks)):

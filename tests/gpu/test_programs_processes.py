@@ -164,7 +164,7 @@ def test_a_rank_that_compiles_longer(implementation):
     if size < 2:
         pytest.skip("needs 2 ranks")
     config = jax_ep.Config(first_call_timeout_s=60.0, timeout_s=3.0)
-    options = dict(axis_name="ep", mode="throughput", config=config, implementation=implementation)
+    options = dict(axis_name="ep", mode=ranks.mode, config=config, implementation=implementation)
 
     def fn(x, idx):
         recv = jax_ep.dispatch(x, idx, num_experts=3 * size, **options)
