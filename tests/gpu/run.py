@@ -67,7 +67,7 @@ def stages(cache: str) -> list[Stage]:
     plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000 and not longer"), alone)]
     plan += [Stage("R=2 programs latency", 2, 120, (programs, *latency, "-k", "not 10000"), alone)]
     plan += [Stage("R=4 modes, halves", 4, 150, ("test_split_processes.py",), alone)]
-    plan += [Stage("R=2 overlap", 2, 90, ("test_overlap_processes.py",))]
+    plan += [Stage("R=2 overlap", 2, 120, ("test_overlap_processes.py",))]
     plan += [
         Stage(f"R=2 example {name}", 2, 40, ("test_examples_processes.py", "-k", name))
         for name in ("decode", "overlap")
