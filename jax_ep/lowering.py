@@ -8,6 +8,7 @@ import logging
 
 import jax
 import numpy as np
+from jax.extend.mlir.dialects import stablehlo
 
 from jax_ep import _compat, _ffi, bootstrap, tuning
 from jax_ep import group as group_lib
@@ -166,7 +167,10 @@ def _lower(call: Call, groups, ctx, *operands):
     target = f"{call.name}_latency" if num_slots and not call.part else call.name
     # Without a side effect for XLA a start could run once for several dones, or outside the loop of its done.
     rule = jax.ffi.ffi_lowering(target, has_side_effect=bool(call.part))
-    return rule(ctx.replace(avals_out=results), *operands, **attributes)[:num_public]
+    values = rule(ctx.replace(avals_out=results), *operands, **attributes)[:num_public]
+    # XLA (of jax 0.11.2 at least) makes a call write what a scan keeps of it straight into the kept array, and lets the
+    # call run a second time for everything else that uses its results, side effect or not. It does not look past this.
+    return stablehlo.OptimizationBarrierOp(values).results
 
 
 def _attributes(call: Call, groups, num_slots: int) -> dict:

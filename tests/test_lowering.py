@@ -64,6 +64,18 @@ def calls(text):
     return found
 
 
+def test_results_stand_behind_a_barrier(make_mesh, usable):
+    """XLA of jax 0.11.2 ran a call twice whose results a scan keeps and others use; it does not look past this."""
+    lines = lowered(make_mesh(2)).splitlines()
+    results = [
+        found[1] for line in lines if (found := re.search(r"(%\w+)(?::\d+)? = stablehlo.custom_call @jax_ep_", line))
+    ]
+    assert len(results) == len(set(results)) > 3
+    for line in lines:
+        used = set(re.findall(r"%\w+", line.split(" = ", 1)[-1]))
+        assert used.isdisjoint(results) or "stablehlo.optimization_barrier" in line, line
+
+
 def test_operands_and_results(make_mesh, usable):
     """The targets take and give what primitives.py states; combine has its partial sums as one more result."""
     by_target = {}

@@ -85,7 +85,6 @@ def run_while_one_dies() -> None:
     start, problem = time.monotonic(), None
     try:
         jax.block_until_ready(program(*args))
-        jax_ep.check()
     except jax.errors.JaxRuntimeError as error:  # combine may be launched after dispatch's failure was recorded
         problem = error
     waited = time.monotonic() - start
