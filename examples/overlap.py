@@ -193,14 +193,14 @@ def stack(one_layer, num_layers: int, mesh: Mesh):
     return jax.jit(jax.shard_map(layers, mesh=mesh, in_specs=SPECS, out_specs=SPECS[:2]))
 
 
-def largest_difference(want, got) -> float:
-    """Over this process's shards of all arrays."""
+def differences(want, got) -> np.ndarray:
+    """The largest one of each token, over this process's shards of all arrays."""
     pairs = [
         (np.asarray(a.data, np.float32), np.asarray(b.data, np.float32))
         for x, y in zip(want, got, strict=True)
         for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True)
     ]
-    return max(float(np.abs(a - b).max()) for a, b in pairs)
+    return np.concatenate([np.abs(a - b).max(axis=-1).ravel() for a, b in pairs])
 
 
 def main(argv=None):
@@ -222,11 +222,19 @@ def main(argv=None):
 
     programs = (stack(one, args.layers, mesh) for one in (layer.whole, layer.overlapped))
     whole, overlapped = (program.lower(*operands).compile() for program in programs)
-    worst = largest_difference(whole(*operands), overlapped(*operands))
-    # Exchanges are equal bit by bit; what XLA fuses around them is not the same in both programs.
-    if not worst <= (0.1 if dtype == jnp.bfloat16 else 1e-4):
-        raise SystemExit(f"results differ by {worst:.3g}")
-    say(f"results differ by {worst:.2g} at most; the rows have a root mean square of 1")
+    of_tokens = differences(whole(*operands), overlapped(*operands))
+    # Exchanges are equal bit by bit; what XLA fuses around them is not the same in both programs. Where that changes a
+    # last bit, the router may choose another expert in the next layer, for a token in some hundreds.
+    is_equal = of_tokens <= (0.1 if dtype == jnp.bfloat16 else 1e-4)
+    if not np.mean(is_equal) >= 0.99:
+        raise SystemExit(
+            f"results of {np.sum(~is_equal)} tokens of {is_equal.size} differ, by {of_tokens.max():.3g} at most"
+        )
+    worst = of_tokens[is_equal].max()
+    say(
+        f"results differ by {worst:.2g} at most, but for {np.sum(~is_equal)} of {is_equal.size} tokens, which got "
+        "other experts; the rows have a root mean square of 1"
+    )
 
     order = schedule(overlapped.as_text())
     if "dispatch_start" in order:
