@@ -14,10 +14,13 @@
 
 namespace jax_ep {
 
-constexpr int kProtocol = 4;    // both ends of every mapping compare it before they talk
+constexpr int kProtocol = 5;    // both ends of every mapping compare it before they talk
 constexpr int kMaxTopk = 32;    // one lane of a warp per routed expert of a token
 constexpr int kMaxBlocks = 256; // blocks (= SMs) one call may use; sizes the routing workspace
 constexpr int kFusedSlots = 2;   // of latency mode's arenas without halves: FUSED_SLOTS in jax_ep/layout.py
+constexpr int kMaxNodes = 32;       // one lane of a warp per node
+constexpr int kMaxNodeBlocks = 64;  // blocks that a call over several nodes may use; sizes the flags of their chunks
+constexpr int kMaxNodeTokens = 512; // tokens of a chunk: one thread of a block each
 constexpr int kMaxCountWords = 1 << 24; // far beyond max_experts(): only keeps a wrong number from looping
 
 enum class Op : uint32_t { kDispatch = 1, kRedispatch = 2, kCombine = 3 };
@@ -38,6 +41,7 @@ JAX_EP_HD int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / un
 //   routed     epoch << 20 | tag                                  latency mode: in the receiver's arena, one per slot, source
 //   sent       epoch << 20 | tag                                  ... and block of the source
 //   credit     epoch                                              latency mode: in the source's arena, one per slot, receiver
+//   arrived, returned, asked   epoch << 24 | rounds done          several nodes: one per parity of the round, node and block
 //
 // `culprit` is the rank that a leaver was waiting for (or that ran another program: `cause` 1), passed on from leaver
 // to leaver, so that whoever meets a revoked word can name it.
@@ -93,9 +97,32 @@ struct Control {
   uint32_t broken;       // a call failed: later calls poison their outputs and leave at once, until reset()
   uint32_t reserved0;
   uint64_t warm;         // peers store here once at set-up, so that the first call finds the mapping warm
-  uint64_t reserved[11];
+  uint64_t calls_ended;  // several nodes: kernels that have ended in this arena, failed ones too; carriers wait for it
+  uint64_t rows_put;     // several nodes: rows and sums that this rank has put to other nodes
+  uint64_t reserved[9];
 };
 static_assert(sizeof(Control) == 128, "control block");
+
+// Several nodes. Words in the receiver's arena that the partner's block of the same number raises, by round.
+enum NodeFlag {
+  kArrived = 0,  // dispatch: records, combine: sums of nodes lie in the cell
+  kReturned = 1, // dispatch: a cell may be filled again
+  kAsked = 2,    // combine: which sums of which tokens are wanted
+  kNumNodeFlags = 3,
+};
+
+// What a rank's kernel wants to be stored on another node, and what a carrier does (kernels/carrier.cuh): bytes, then a
+// word that tells of them. One entry for every word that the rank raises elsewhere, in its own arena.
+struct Put {
+  uint64_t posted;      // grows with every put; stored last with release
+  uint64_t done;        // ... up to here a carrier has carried; written by it alone
+  int64_t src, dst;     // offsets in the own arena and in the peer's
+  int64_t bytes;        // a multiple of 8, or 0: the word alone
+  int64_t signal;       // offset of the word in the peer's arena
+  uint64_t value;       // ... and what it becomes, after the bytes are there
+  int64_t peer;
+};
+static_assert(sizeof(Put) == 64, "put");
 
 // ---------------------------------------------------------------------------------------------------------
 // Arena: the symmetric memory of one rank in one group. Its shape is a size class, never one call's sizes,
@@ -105,6 +132,7 @@ struct ArenaShape {
   int32_t count_words;   // power of two >= num_experts + num_ranks + 1
   int64_t staging_bytes; // both windows, all partners; latency mode: all slots
   int32_t num_slots = 0; // latency mode: calls whose rows may wait in the arena at a time; else 0
+  int32_t num_nodes = 1; // more: staging_bytes are those of the cells (NodeCell), and nothing is staged
 
   JAX_EP_HD int64_t control() const { return 0; }
   JAX_EP_HD int64_t finish() const { return sizeof(Control); }                        // u64 [num_ranks]
@@ -113,7 +141,12 @@ struct ArenaShape {
   JAX_EP_HD int64_t routed() const { return free_() + flags(); }                      // u64 [num_slots][num_ranks]
   JAX_EP_HD int64_t credit() const { return routed() + slot_flags(); }                // u64 [num_slots][num_ranks]
   JAX_EP_HD int64_t sent() const { return credit() + slot_flags(); }                  // u64 [num_slots][num_ranks][kMaxBlocks]
-  JAX_EP_HD int64_t mailbox() const { return sent() + int64_t(num_slots) * num_ranks * kMaxBlocks * 8; } // [2][num_ranks]
+  JAX_EP_HD int64_t node_flags() const { return sent() + int64_t(num_slots) * num_ranks * kMaxBlocks * 8; } // u64 [num_node_flags()]
+  JAX_EP_HD int64_t carried() const { return node_flags() + num_node_flags() * 8; }   // u64 [kMaxNodeBlocks] calls that each
+                                                                                      // block of the carrier began
+  JAX_EP_HD int64_t puts() const { return carried() + (has_nodes() ? kMaxNodeBlocks * 8 : 0); } // Put [num_puts()]
+  JAX_EP_HD int64_t outbox() const { return puts() + num_puts() * int64_t(sizeof(Put)); } // [2] own announce + counts, to be put
+  JAX_EP_HD int64_t mailbox() const { return outbox() + (has_nodes() ? 2 * announce_stride() : 0); } // [2][num_ranks]
                                                                                       // announce + counts
   JAX_EP_HD int64_t announce_stride() const { return sizeof(Announce) + int64_t(count_words) * 4; }
   JAX_EP_HD int64_t announce(uint64_t epoch, int source) const {                      // alternates by epoch parity
@@ -128,6 +161,15 @@ struct ArenaShape {
   JAX_EP_HD int slot_of(uint64_t epoch) const { return int(epoch % uint64_t(num_slots)); }
   JAX_EP_HD int64_t slot_bytes() const { return staging_bytes / num_slots / 1024 * 1024; }
   JAX_EP_HD int64_t slot(int index) const { return staging() + index * slot_bytes(); }
+
+  // Several nodes, all of as many ranks. Puts: announce, finish and failure to each rank, then one per flag.
+  JAX_EP_HD bool has_nodes() const { return num_nodes > 1; }
+  JAX_EP_HD int ranks_per_node() const { return num_ranks / num_nodes; }
+  JAX_EP_HD int64_t num_node_flags() const { return has_nodes() ? int64_t(kNumNodeFlags) * 2 * num_nodes * kMaxNodeBlocks : 0; }
+  JAX_EP_HD int64_t node_flag(NodeFlag flag, int parity, int node, int block) const {
+    return ((int64_t(flag) * 2 + parity) * num_nodes + node) * kMaxNodeBlocks + block;
+  }
+  JAX_EP_HD int64_t num_puts() const { return has_nodes() ? 3 * int64_t(num_ranks) + num_node_flags() : 0; }
 
  private:
   JAX_EP_HD int64_t flags() const { return round_up(int64_t(num_ranks) * 8, 128); }
@@ -203,6 +245,60 @@ JAX_EP_HD ArenaShape latency_arena_shape(int num_ranks, int num_experts, int64_t
 }
 
 // ---------------------------------------------------------------------------------------------------------
+// Several nodes: rank (node A, local index l) and its partners (B, l) exchange tokens in chunks. A block works through its
+// share of the tokens in rounds of at most `tokens` and has a cell per parity of the round and node:
+//   places  i32 [tokens]            where in the chunk each token of the round is, -1: nowhere
+//   out, in                         i32 count in a header, then records: as they leave, and as they came
+//   sums_out, sums_in               combine: header, f32 scalars [tokens, K], rows [tokens, row_bytes] by record
+// A record is a row and its side (dispatch alone) and a line that says where the token goes on the node:
+//   i32 expert[K], i32 row[K], f32 weight[K] (dispatch), i32 slot[ranks_per_node], i32 token; -1: not on the node
+struct NodeCell {
+  int64_t row_bytes, side_bytes; // as they cross; row_bytes of combine: of a sum
+  int32_t num_topk, ranks_per_node, num_nodes, is_combine;
+
+  static constexpr int64_t kHeader = 128;
+  JAX_EP_HD int64_t line_rows() const { return int64_t(num_topk) * 4; }
+  JAX_EP_HD int64_t line_weights() const { return int64_t(num_topk) * 8; }
+  JAX_EP_HD int64_t line_slots() const { return int64_t(num_topk) * 12; }
+  JAX_EP_HD int64_t line_token() const { return line_slots() + int64_t(ranks_per_node) * 4; }
+  JAX_EP_HD int64_t side() const { return is_combine ? 0 : round_up(row_bytes, 16); }          // in a record
+  JAX_EP_HD int64_t line() const { return is_combine ? 0 : side() + round_up(side_bytes, 16); } // in a record
+  JAX_EP_HD int64_t record_bytes() const { return line() + round_up(line_token() + 4, 16); }
+  JAX_EP_HD int64_t records_bytes(int64_t tokens) const { return kHeader + round_up(tokens * record_bytes(), 128); }
+  JAX_EP_HD int64_t sum_rows(int64_t tokens) const { return kHeader + round_up(tokens * num_topk * 4, 128); } // in sums
+  JAX_EP_HD int64_t sums_bytes(int64_t tokens) const {
+    return is_combine ? sum_rows(tokens) + round_up(tokens * row_bytes, 128) : 0;
+  }
+  JAX_EP_HD int64_t out(int64_t tokens) const { return round_up(tokens * 4, 128); }
+  JAX_EP_HD int64_t in(int64_t tokens) const { return out(tokens) + records_bytes(tokens); }
+  JAX_EP_HD int64_t sums_out(int64_t tokens) const { return in(tokens) + records_bytes(tokens); }
+  JAX_EP_HD int64_t sums_in(int64_t tokens) const { return sums_out(tokens) + sums_bytes(tokens); }
+  JAX_EP_HD int64_t bytes(int64_t tokens) const { return sums_in(tokens) + sums_bytes(tokens); }
+
+  // Of the cells that `num_blocks` blocks share, and the tokens that fit.
+  JAX_EP_HD int64_t cell_bytes(const ArenaShape &arena, int num_blocks) const {
+    return arena.staging_bytes / (int64_t(num_blocks) * 2 * num_nodes) / 128 * 128;
+  }
+  JAX_EP_HD int64_t tokens(int64_t cell_bytes) const {
+    const int64_t each = 2 * record_bytes() + (is_combine ? 2 * (int64_t(num_topk) * 4 + row_bytes) : 0) + 4;
+    const int64_t fit = (cell_bytes - 10 * 128) / each; // headers and what is rounded up
+    return fit < kMaxNodeTokens ? fit : kMaxNodeTokens;
+  }
+};
+
+JAX_EP_HD ArenaShape node_arena_shape(int num_ranks, int num_nodes, int num_experts, int64_t row_bytes, int num_topk,
+                                      int64_t node_bytes) {
+  ArenaShape s = arena_shape(num_ranks, num_experts, 16, 1, 1);
+  s.num_nodes = num_nodes, s.staging_bytes = node_bytes > 0 ? node_bytes : 1;
+  // A token for each block, in either direction; wherever a side cuts the row.
+  const NodeCell dispatch{row_bytes + 16, 0, num_topk, s.ranks_per_node(), num_nodes, 0};
+  const NodeCell combine{row_bytes, 0, num_topk, s.ranks_per_node(), num_nodes, 1};
+  while (dispatch.tokens(dispatch.cell_bytes(s, kMaxNodeBlocks)) < 1 || combine.tokens(combine.cell_bytes(s, kMaxNodeBlocks)) < 1)
+    s.staging_bytes *= 2;
+  return s;
+}
+
+// ---------------------------------------------------------------------------------------------------------
 // A row of partial sums in FP8 ("fp8_wire"): groups of 512 channels, each e4m3[512] then f32 scale[4] of 128 channels.
 // Scratch of one call, never seen by users; the last group is whole even if hidden ends inside it.
 struct WireRow {
@@ -242,6 +338,7 @@ struct FailureRecord {
   uint64_t epoch;    // number of the call in this arena, from 1
   uint64_t expected; // flag value or tag expected
   uint64_t seen;     // ... and seen
+  uint64_t rows_put; // no failure: Control.rows_put as of the latest call
 };
 
 } // namespace jax_ep

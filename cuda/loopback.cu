@@ -56,11 +56,19 @@ Loopback::Loopback(int device, const LoopbackShape &shape) : device_(device), sh
     check(load_dispatch_latency_kernels(), "loading dispatch kernels of latency mode");
     check(load_combine_latency_kernels(), "loading combine kernels of latency mode");
   }
+  if (shape.num_nodes > 1) {
+    check(load_dispatch_nodes_kernels(), "loading dispatch kernels over nodes");
+    check(load_combine_nodes_kernels(), "loading combine kernels over nodes");
+    check(load_test_carrier(), "loading the test transport");
+  }
   const int64_t dispatched = recv_row_bytes(shape) + round_up(side_bytes(shape), 16);
   const int64_t combined = partial_row_bytes(shape.row_bytes, shape.dtype, shape.wire);
   const int64_t crossing = std::max(dispatched, combined);
   arena_shape_ = shape.num_slots ? latency_arena_shape(shape.num_ranks, shape.num_experts, crossing, shape.num_topk,
                                                        shape.num_tokens, shape.num_slots)
+                 : shape.num_nodes > 1
+                     ? node_arena_shape(shape.num_ranks, shape.num_nodes, shape.num_experts,
+                                        std::max<int64_t>(dispatched, shape.row_bytes), shape.num_topk, shape.staging_bytes)
                                  : arena_shape(shape.num_ranks, shape.num_experts, crossing, shape.num_topk,
                                                shape.staging_bytes);
   auto allocate = [&](int64_t bytes) {
@@ -78,6 +86,10 @@ Loopback::Loopback(int device, const LoopbackShape &shape) : device_(device), sh
     cudaStream_t stream;
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
     streams_.push_back(stream);
+    if (shape.num_nodes > 1) {
+      carriers_.emplace_back();
+      check(make_carrier(&carriers_.back()), "carrier");
+    }
     check(cudaMemcpy(buffers_["window"][r], &shape.window, 4, cudaMemcpyHostToDevice), "cudaMemcpy");
   }
   peers_ = reinterpret_cast<Peer *>(allocate(sizeof(Peer) * peers.size()));
@@ -89,6 +101,7 @@ Loopback::Loopback(int device, const LoopbackShape &shape) : device_(device), sh
 
 Loopback::~Loopback() {
   for (cudaStream_t s : streams_) cudaStreamSynchronize(s), cudaStreamDestroy(s);
+  for (Carrier &c : carriers_) cudaStreamSynchronize(c.stream), cudaStreamDestroy(c.stream), cudaEventDestroy(c.before);
   for (void *p : owned_) cudaFree(p);
   if (failures_) cudaFreeHost(failures_);
 }
@@ -119,7 +132,7 @@ CallParams Loopback::call(int rank, Op op, int64_t row_bytes, int64_t side_bytes
   c.op = op, c.rank = rank, c.num_ranks = shape_.num_ranks, c.num_topk = shape_.num_topk;
   c.row_bytes = row_bytes, c.side_bytes = side_bytes, c.tag = uint64_t(op),
   c.limit_ns = uint64_t(std::min(shape_.timeout_ns, kMaxLimitNs));
-  c.force_staged = shape_.force_staged, c.is_direct = 1;
+  c.force_staged = shape_.force_staged, c.is_direct = 1, c.chunk_tokens = shape_.chunk_tokens;
   int i = 0;
   for (const char *name : shared) c.buffer[i++] = *name ? reinterpret_cast<uint64_t>(at<char>(name, rank)) : 0;
   return c;
@@ -191,10 +204,18 @@ void Loopback::launch_latency(const std::string &op, int rank) {
 
 void Loopback::launch_rank(const std::string &op, int rank) {
   if (shape_.num_slots) return launch_latency(op, rank);
-  if (op == "combine") check(launch_combine(combine_params(rank), streams_[rank]), "combine");
-  else if (op == "dispatch" || op == "redispatch")
-    check(launch_dispatch(dispatch_params(rank, op == "dispatch"), streams_[rank]), op.c_str());
-  else throw std::runtime_error("loopback: no operation " + op);
+  const bool has_nodes = shape_.num_nodes > 1;
+  if (has_nodes) {
+    const CarrierParams p{arena_shape_, arenas_[rank], peers_, uint64_t(std::min(shape_.timeout_ns, kMaxLimitNs)),
+                          shape_.num_ranks, shape_.num_sms, shape_.num_carriers, uint32_t(shape_.max_delay_ns)};
+    check(launch_carrier(carriers_[rank], launch_test_carrier, p, streams_[rank]), "carrier");
+  }
+  if (op == "combine") {
+    check((has_nodes ? launch_combine_nodes : launch_combine)(combine_params(rank), streams_[rank]), "combine");
+  } else if (op == "dispatch" || op == "redispatch") {
+    check((has_nodes ? launch_dispatch_nodes : launch_dispatch)(dispatch_params(rank, op == "dispatch"), streams_[rank]),
+          op.c_str());
+  } else throw std::runtime_error("loopback: no operation " + op);
 }
 
 void Loopback::launch(const std::string &op, const std::vector<int64_t> &delay_ns, const std::vector<int> &absent) {
@@ -208,6 +229,7 @@ void Loopback::launch(const std::string &op, const std::vector<int64_t> &delay_n
 
 void Loopback::synchronize() {
   for (cudaStream_t s : streams_) check(cudaStreamSynchronize(s), "synchronize");
+  for (const Carrier &c : carriers_) check(cudaStreamSynchronize(c.stream), "synchronize");
 }
 
 double Loopback::time(const std::string &op, int calls) {

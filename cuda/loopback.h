@@ -9,9 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "cuda/kernels/carrier.h"
 #include "cuda/kernels/combine_peer.h"
 #include "cuda/kernels/dispatch_peer.h"
 #include "cuda/kernels/latency.h"
+#include "cuda/kernels/nodes.h"
 
 namespace jax_ep {
 
@@ -28,6 +30,10 @@ struct LoopbackShape {
   int num_sms;
   int64_t staging_bytes, timeout_ns;
   int num_slots = 0; // > 0: latency mode
+  int num_nodes = 1; // more: over the test transport; staging_bytes are then those of the cells
+  int num_carriers = 1;
+  int chunk_tokens = 0;
+  int64_t max_delay_ns = 0; // of puts, which are then done in any order
 };
 
 class Loopback {
@@ -49,6 +55,7 @@ class Loopback {
   // Microseconds per call of the slowest rank over `calls` back-to-back calls.
   double time(const std::string &op, int calls);
   FailureRecord failure(int rank) const { return failures_[rank]; }
+  int64_t rows_put(int rank) const { return int64_t(failures_[rank].rows_put); } // to other nodes, since the last reset
   void reset(); // clears flags and records; nothing may be running
 
  private:
@@ -69,6 +76,7 @@ class Loopback {
   Peer *peers_ = nullptr;
   FailureRecord *failures_ = nullptr;
   std::vector<cudaStream_t> streams_;
+  std::vector<Carrier> carriers_;
 };
 
 } // namespace jax_ep

@@ -12,8 +12,8 @@
 
 namespace nb = nanobind;
 
-static std::tuple<int32_t, int64_t, int32_t> size_class(const jax_ep::ArenaShape &s) {
-  return {s.count_words, s.staging_bytes, s.num_slots};
+static std::tuple<int32_t, int64_t, int32_t, int32_t> size_class(const jax_ep::ArenaShape &s) {
+  return {s.count_words, s.staging_bytes, s.num_slots, s.num_nodes};
 }
 
 NB_MODULE(_cuda, m) {
@@ -35,7 +35,14 @@ NB_MODULE(_cuda, m) {
         return size_class(jax_ep::arena_shape(num_ranks, num_experts, row_bytes, num_topk, staging_bytes));
       },
       nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("row_bytes"), nb::arg("num_topk"),
-      nb::arg("staging_bytes"), "(count_words, staging_bytes, 0): the size class that serves a call");
+      nb::arg("staging_bytes"), "(count_words, staging_bytes, 0, 1): the size class that serves a call");
+  m.def(
+      "node_arena_shape",
+      [](int num_ranks, int num_nodes, int num_experts, int64_t row_bytes, int num_topk, int64_t node_bytes) {
+        return size_class(jax_ep::node_arena_shape(num_ranks, num_nodes, num_experts, row_bytes, num_topk, node_bytes));
+      },
+      nb::arg("num_ranks"), nb::arg("num_nodes"), nb::arg("num_experts"), nb::arg("row_bytes"), nb::arg("num_topk"),
+      nb::arg("node_bytes"), "(count_words, staging_bytes, 0, num_nodes) over several nodes");
   m.def(
       "latency_arena_shape",
       [](int num_ranks, int num_experts, int64_t row_bytes, int num_topk, int64_t num_tokens, int num_slots) {
@@ -43,14 +50,14 @@ NB_MODULE(_cuda, m) {
             jax_ep::latency_arena_shape(num_ranks, num_experts, row_bytes, num_topk, num_tokens, num_slots));
       },
       nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("row_bytes"), nb::arg("num_topk"), nb::arg("num_tokens"),
-      nb::arg("num_slots"), "(count_words, staging_bytes, num_slots) in latency mode");
+      nb::arg("num_slots"), "(count_words, staging_bytes, num_slots, 1) in latency mode");
   m.def(
       "arena_bytes",
-      [](int num_ranks, int32_t count_words, int64_t staging_bytes, int32_t num_slots) {
-        return jax_ep::ArenaShape{num_ranks, count_words, staging_bytes, num_slots}.bytes();
+      [](int num_ranks, int32_t count_words, int64_t staging_bytes, int32_t num_slots, int32_t num_nodes) {
+        return jax_ep::ArenaShape{num_ranks, count_words, staging_bytes, num_slots, num_nodes}.bytes();
       },
       nb::arg("num_ranks"), nb::arg("count_words"), nb::arg("staging_bytes"), nb::arg("num_slots"),
-      "symmetric memory of one rank");
+      nb::arg("num_nodes"), "symmetric memory of one rank");
 
   jax_ep::export_runtime(m);
   jax_ep::export_loopback(m);

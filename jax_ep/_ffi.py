@@ -103,13 +103,20 @@ def has_machine_code(capability: tuple[int, int], built: Sequence[int]) -> bool:
 
 def arena_shape(
     num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, staging_bytes: int
-) -> tuple[int, int, int]:
-    """``(count_words, staging_bytes, 0)``: the size class of symmetric memory that serves such a call."""
+) -> tuple[int, int, int, int]:
+    """``(count_words, staging_bytes, 0, 1)``: the size class of symmetric memory that serves such a call."""
     return module().arena_shape(num_ranks, num_experts, row_bytes, num_topk, staging_bytes)
 
 
 def latency_arena_shape(
     num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, num_tokens: int, num_slots: int
-) -> tuple[int, int, int]:
-    """``(count_words, staging_bytes, num_slots)``: likewise, for `num_slots` calls of latency mode at a time."""
+) -> tuple[int, int, int, int]:
+    """``(count_words, staging_bytes, num_slots, 1)``: likewise, for `num_slots` calls of latency mode at a time."""
     return module().latency_arena_shape(num_ranks, num_experts, row_bytes, num_topk, num_tokens, num_slots)
+
+
+def node_arena_shape(
+    num_ranks: int, num_nodes: int, num_experts: int, row_bytes: int, num_topk: int, node_bytes: int
+) -> tuple[int, int, int, int]:
+    """``(count_words, staging_bytes, 0, num_nodes)``: likewise, for calls over several nodes."""
+    return module().node_arena_shape(num_ranks, num_nodes, num_experts, row_bytes, num_topk, node_bytes)

@@ -178,7 +178,7 @@ def _deadline(config: Any) -> float:
     return time.monotonic() + (config.setup_timeout_s if config is not None else _SETUP_TIMEOUT_S)
 
 
-def can_use_cuda(groups: Groups, config: Any = None) -> str:
+def can_use_cuda(groups: Groups, config: Any = None, num_nodes: int = 1) -> str:
     """Why the CUDA path cannot serve `groups`, or "". The same answer on every rank.
 
     Starts this process's set-up in the background, and waits (``config.setup_timeout_s``) until the records of
@@ -199,10 +199,11 @@ def can_use_cuda(groups: Groups, config: Any = None) -> str:
             "pass implementation='cuda')"
         )
     mesh_processes = group.processes(groups)
-    return records.why_not(groups, process.read_records(mesh_processes, _deadline(config)))
+    known = process.read_records(mesh_processes, _deadline(config))
+    return records.why_not(groups, known) or (records.why_not_over_nodes(groups, known) if num_nodes > 1 else "")
 
 
-def prepare(groups: Groups, config: Any = None) -> None:
+def prepare(groups: Groups, config: Any = None, num_nodes: int = 1) -> None:
     """Starts set-up for `groups` in the background; a program that is compiled for another machine starts nothing.
 
     Raises:
@@ -214,7 +215,7 @@ def prepare(groups: Groups, config: Any = None) -> None:
     process = _this_process()
     if _ffi.num_devices() == 0 or not process.has(groups):
         return
-    reason = can_use_cuda(groups, config)
+    reason = can_use_cuda(groups, config, num_nodes)
     if reason:
         raise errors.SetupError(f"implementation='cuda' is not possible: {reason}")
     num_sms = config.num_sms if config is not None else None
@@ -242,6 +243,7 @@ def bind(
     count_words: int,
     staging_bytes: int,
     num_slots: int,
+    num_nodes: int,
     num_sms: int,
     timeout_s: float,
 ) -> None:
@@ -270,7 +272,7 @@ def bind(
     process.wait_warm(deadline)
     left = max(0.001, deadline - time.monotonic())
     members, gpus = records.with_ordinals(groups, known), records.gpu_numbers(groups, known)
-    module.bind(key, members, index, num_ranks, count_words, staging_bytes, num_slots, most, left, gpus)
+    module.bind(key, members, index, num_ranks, count_words, staging_bytes, num_slots, num_nodes, most, left, gpus)
 
 
 def bind_callback(*call_site: Any) -> str:

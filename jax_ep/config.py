@@ -43,8 +43,15 @@ class Config:
       ranks_per_node: simulates nodes on one host: rank r belongs to node r // ranks_per_node, and the last node has
         fewer ranks where the number does not divide the group's. combine, and so the gradient of dispatch, then sums
         within each node first (docs/concepts.md, Rounding); dispatch gives the same results. None, or the group's
-        size and more: one node. Several nodes are served by the pure-JAX implementation alone: with
-        `implementation="cuda"` they raise NotImplementedError when the program is lowered.
+        size and more: one node. The CUDA kernels serve up to 32 nodes of equally many ranks, in throughput mode
+        (docs/multihost.md); the rest is the pure-JAX implementation's, and raises NotImplementedError with
+        `implementation="cuda"` when the program is lowered. The next four are about several nodes only.
+      node_bytes: own memory per rank and group for the chunks in which tokens cross nodes, all directions.
+      node_sms: SMs per rank, beside `num_sms`, that do nothing but carry chunks to other nodes, 1 to 16. None: 1 to 4,
+        at most a quarter of the rank's share of its GPU.
+      node_chunk: most tokens of a chunk; each SM has two on their way to a node at a time. None: as many as
+        `node_bytes` holds.
+      put_delay_s: a test aid: what crosses nodes is late by up to this much at random, and in any order; 0: it is not.
 
     Raises:
       ValueError, TypeError: a value outside its range.
@@ -60,6 +67,10 @@ class Config:
     copies: str = "auto"
     debug_checks: bool = False
     ranks_per_node: int | None = None
+    node_bytes: int = 64 << 20
+    node_sms: int | None = None
+    node_chunk: int | None = None
+    put_delay_s: float = 0.0
 
     def __post_init__(self):
         if self.num_sms is not None:
@@ -76,6 +87,13 @@ class Config:
             raise TypeError(f"Config: got debug_checks={self.debug_checks!r}, expected True or False")
         if self.ranks_per_node is not None:
             _positive("ranks_per_node", self.ranks_per_node, numbers.Integral, "a positive int, or None for one node")
+        _positive("node_bytes", self.node_bytes, numbers.Integral, "a positive number of bytes")
+        if self.node_sms is not None:
+            _positive("node_sms", self.node_sms, numbers.Integral, "1 to 16, or None for the default", 16)
+        if self.node_chunk is not None:
+            _positive("node_chunk", self.node_chunk, numbers.Integral, "a positive int, or None for what fits")
+        if self.put_delay_s:
+            _positive("put_delay_s", self.put_delay_s, numbers.Real, "0 to 1 seconds", 1.0)
 
 
 def _positive(name: str, value, kind: type, expected: str, most: float = float("inf")) -> None:

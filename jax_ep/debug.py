@@ -22,6 +22,8 @@ def stats() -> dict[str, Any]:
         ``staged_calls``: rows went through staging windows, for at least one peer; ``direct_calls``: they did not, but
         straight into the receivers' buffers, or in latency mode into their slots; ``vector_calls``: of either kind,
         without bulk copies.
+      - ``rows_put``: rows of dispatch, and sums of combine, that left for other nodes: one per token and node
+        (since the last `reset`).
       - ``dispatch_entered_ns``: ``time.monotonic_ns()`` when XLA last entered a dispatch that routes, on any local
         device: from there to the end of a program is device work, without JAX's and XLA's own start.
       - ``attached``: how often a call site found its arena already bound, while its program was lowered or loaded.
@@ -50,6 +52,7 @@ _COUNTS = (
     "direct_calls",
     "staged_calls",
     "vector_calls",
+    "rows_put",
     "dispatch_entered_ns",
     "attached",
 )

@@ -130,8 +130,8 @@ def dispatch(
     Raises:
       ValueError, TypeError: while tracing, for static mistakes (shapes, dtypes, an axis that is not bound here,
         ...); the text says what was got, what was expected and what to change.
-      NotImplementedError: under vmap (use `jax.lax.map`), and when a program with several nodes
-        (`Config.ranks_per_node`) and implementation="cuda" is lowered.
+      NotImplementedError: under vmap (use `jax.lax.map`), and with implementation="cuda" when a program is
+        lowered that the kernels do not run over several nodes (`Config.ranks_per_node`).
       EpError: see `jax_ep.errors`; from a call on CUDA devices that fails at run time, or from its set-up.
 
     Notes:

@@ -151,8 +151,8 @@ def arena_key(groups: Groups, shape: Sequence[int], protocol: int | None = None)
     Args:
       groups: from ``mesh_groups``. The *placement* is part of the key, because JAX's compilation cache ignores
         the device assignment and would otherwise hand an executable to other ranks.
-      shape: ``(count_words, staging_bytes, num_slots)``, the size class from ``_ffi.arena_shape`` or
-        ``_ffi.latency_arena_shape``; calls of different shapes in one size class share an arena.
+      shape: ``(count_words, staging_bytes, num_slots, num_nodes)``, the size class from
+        ``_ffi.arena_shape`` or its kin; calls of different shapes in one size class share an arena.
       protocol: of the extension (default: the one that is built); ranks of different protocols never meet.
 
     Returns:
@@ -162,7 +162,6 @@ def arena_key(groups: Groups, shape: Sequence[int], protocol: int | None = None)
         from jax_ep import _ffi
 
         protocol = _ffi.protocol()
-    count_words, staging_bytes, num_slots = (int(n) for n in shape)
     placement = tuple(tuple((int(p), int(d)) for p, d in group) for group in groups)
-    text = repr((int(protocol), placement, count_words, staging_bytes, num_slots))
+    text = repr((int(protocol), placement, *(int(n) for n in shape)))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -17,6 +17,7 @@ from jax_ep.layout import FUSED_SLOTS, Spec, split_slots
 _DTYPE_CODE = {"bfloat16": 0, "float16": 1, "float32": 2}
 _OPAQUE = 3  # rows that are moved and never summed
 _LAYOUT_CODE = {"expert": 0, "token": 1, "batched": 2}
+_MAX_NODES = 32  # kMaxNodes of cuda/layout.h
 _QUANTIZE_CODE = {None: 0, "fp8": 1, "fp8_ue8m0": 2, "fp8_wire": 3}
 
 
@@ -74,11 +75,16 @@ class Call:
             row_bytes=self.crossing_bytes,
         )
 
-    def arena_shape(self, num_slots: int) -> tuple[int, int, int]:
+    def arena_shape(self, num_slots: int) -> tuple[int, int, int, int]:
         """The size class of own memory that serves this call; without slots that of throughput mode."""
         ranks, experts, topk = self.spec.num_ranks, self.spec.num_experts, self.num_topk
         if num_slots:
             return _ffi.latency_arena_shape(ranks, experts, self.crossing_bytes, topk, self.num_tokens, num_slots)
+        if self.spec.num_nodes > 1:  # between nodes sums are not quantised
+            row_bytes = self.row_bytes + -(-self.side_bytes // 16) * 16
+            return _ffi.node_arena_shape(
+                ranks, self.spec.num_nodes, experts, row_bytes, topk, self.spec.config.node_bytes
+            )
         return _ffi.arena_shape(ranks, experts, self.crossing_bytes, topk, self.spec.config.staging_bytes)
 
 
@@ -87,7 +93,7 @@ def choose(call: Call, ctx):
     spec = call.spec
     if spec.implementation == "xla":
         return None
-    several_nodes = _several_nodes(spec)
+    several_nodes = _not_over_nodes(call)
     if several_nodes and spec.implementation == "cuda":
         raise NotImplementedError(
             f'{call.name}: implementation="cuda" was asked for, but {several_nodes}; use implementation="xla" or None'
@@ -96,7 +102,7 @@ def choose(call: Call, ctx):
     too_many = _too_many_experts(spec, "max_latency_experts" if call.part else "max_experts")
     if spec.implementation is None:
         # What the spec alone decides goes first: nobody then waits for records.
-        reason = several_nodes or bootstrap.can_use_cuda(groups, spec.config) or too_many
+        reason = several_nodes or bootstrap.can_use_cuda(groups, spec.config, spec.num_nodes) or too_many
         if reason:
             _log_once(f"using the pure-JAX implementation: {reason}")
             return None
@@ -109,17 +115,34 @@ def choose(call: Call, ctx):
             "splits no call with side effects, as the halves of an exchange are; name all axes in its axis_names, or "
             f"use {'combine' if call.op == 'combine' else 'dispatch'}"
         )
-    bootstrap.prepare(groups, spec.config)
+    bootstrap.prepare(groups, spec.config, spec.num_nodes)
     return functools.partial(_lower, call, groups)
 
 
-def _several_nodes(spec: Spec) -> str:
+def _not_over_nodes(call: Call) -> str:
+    """Why the kernels do not serve a call over several nodes, or ""."""
+    spec = call.spec
     if spec.num_nodes == 1:
         return ""
-    return (
-        f"Config.ranks_per_node={spec.ranks_per_node} splits {spec.num_ranks} ranks into {spec.num_nodes} nodes, and "
-        "the CUDA transport over nodes comes with the nvshmem transport, which is not there yet"
-    )
+    problem = ""
+    if spec.num_ranks % spec.ranks_per_node:
+        problem = "the kernels need as many ranks on every node"
+    elif spec.num_nodes > _MAX_NODES:
+        problem = f"the kernels take at most {_MAX_NODES}"
+    elif call.part:
+        problem = "the kernels split no exchange over nodes; use dispatch and combine instead of their halves"
+    elif spec.mode == "latency":
+        problem = 'the kernels have no latency mode over nodes yet; use mode="auto" or "throughput"'
+    elif (spec.config.num_sms or 0) > tuning.NODE_MOST_BLOCKS:
+        problem = (
+            f"the kernels take at most {tuning.NODE_MOST_BLOCKS} SMs there, of Config(num_sms={spec.config.num_sms})"
+        )
+    elif spec.config.staging == "always":
+        problem = 'nothing is staged over nodes; leave out Config(staging="always")'
+    if not problem:
+        return ""
+    nodes = f"splits {spec.num_ranks} ranks into {spec.num_nodes} nodes"
+    return f"Config.ranks_per_node={spec.ranks_per_node} {nodes}, and {problem}"
 
 
 def _too_many_experts(spec: Spec, limit: str) -> str:
@@ -137,7 +160,7 @@ def _num_slots(call: Call, groups) -> int:
     spec = call.spec
     if call.part:
         return split_slots(spec.config)
-    if spec.mode == "throughput":
+    if spec.mode == "throughput" or spec.num_nodes > 1:
         return 0
     too_many = _too_many_experts(spec, "max_latency_experts")
     if spec.mode == "latency":
@@ -149,7 +172,7 @@ def _num_slots(call: Call, groups) -> int:
     placement = bootstrap.placement(groups, spec.config)
     if too_many or placement is None:
         return 0
-    _, slots_bytes, _ = call.arena_shape(FUSED_SLOTS)
+    _, slots_bytes, *_ = call.arena_shape(FUSED_SLOTS)
     prefers = tuning.prefers_latency(placement, op=_direction(call), slots_bytes=slots_bytes, **call.sizes)
     return FUSED_SLOTS if prefers else 0
 
@@ -177,6 +200,7 @@ def _attributes(call: Call, groups, num_slots: int) -> dict:
     """The attributes that every target takes; equal in all processes, so none of them says who we are."""
     spec, config = call.spec, call.spec.config
     shape = call.arena_shape(num_slots)
+    num_carriers = _num_carriers(call, groups)
     numbers = dict(
         num_ranks=spec.num_ranks,
         num_experts=spec.num_experts,
@@ -192,7 +216,11 @@ def _attributes(call: Call, groups, num_slots: int) -> dict:
         zero_tail=spec.zero_tail,
         num_sms=config.num_sms or _default_num_sms(call, groups, num_slots),
         num_slots=num_slots,
-        staging_bytes=config.staging_bytes,
+        num_nodes=spec.num_nodes,
+        num_carriers=num_carriers,
+        chunk_tokens=config.node_chunk or 0,
+        put_delay_ns=_nanoseconds(config.put_delay_s) if config.put_delay_s else 0,
+        staging_bytes=config.node_bytes if spec.num_nodes > 1 else config.staging_bytes,
         force_staged=config.staging == "always",
         force_vector=config.copies == "vector",
         setup_timeout_ns=_nanoseconds(config.setup_timeout_s),
@@ -201,7 +229,8 @@ def _attributes(call: Call, groups, num_slots: int) -> dict:
     )
     key = group_lib.arena_key(groups, shape)
     # XLA's instantiate binds too, but XLA does not call it for executables from the persistent cache (jax 0.11.2).
-    bootstrap.bind(key, groups, spec.num_ranks, *shape, config.num_sms or 0, config.setup_timeout_s)
+    all_sms = config.num_sms + num_carriers if config.num_sms else 0
+    bootstrap.bind(key, groups, spec.num_ranks, *shape, all_sms, config.setup_timeout_s)
     return dict(
         key=key,
         groups=group_lib.flat_groups(groups),
@@ -216,7 +245,18 @@ def _default_num_sms(call: Call, groups, num_slots: int) -> int:
         return 0
     if num_slots:
         return tuning.latency_num_sms(placement, num_ranks=call.spec.num_ranks, num_tokens=call.num_tokens)
-    return tuning.default_num_sms(placement, op=_direction(call), layout=call.spec.layout, **call.sizes)
+    num_sms = tuning.default_num_sms(placement, op=_direction(call), layout=call.spec.layout, **call.sizes)
+    if call.spec.num_nodes > 1:
+        return tuning.node_num_sms(placement, num_sms, _num_carriers(call, groups))
+    return num_sms
+
+
+def _num_carriers(call: Call, groups) -> int:
+    """SMs of a rank that carry what crosses nodes, beside those of the call."""
+    config = call.spec.config
+    if call.spec.num_nodes == 1:
+        return 0
+    return tuning.node_sms(bootstrap.placement(groups, config), config.node_sms)
 
 
 def _direction(call: Call) -> str:

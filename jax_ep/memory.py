@@ -24,6 +24,7 @@ _CONTROL_BYTES = _ANNOUNCE_BYTES = _FLAGS_UNIT = 128
 _MAX_BLOCKS = 256
 _STAGING_UNIT = 1024
 _PARITIES = 2
+_MAX_NODE_BLOCKS, _NODE_FLAGS, _PUT_BYTES = 64, 3, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +108,7 @@ def buffer_bytes(
             "where the ranks are, so ask about both"
         )
     num_slots = split_slots(config) if is_split else FUSED_SLOTS if mode == "latency" else 0
+    num_nodes = -(-num_ranks // min(config.ranks_per_node or num_ranks, num_ranks))
     is_wire = quantize == "fp8_wire"  # the rows arrive as in "fp8" and are then widened
     traced: dict = {}
 
@@ -142,6 +144,8 @@ def buffer_bytes(
     def shape(row_bytes):
         if num_slots:
             return latency_arena_shape(num_ranks, num_experts, row_bytes, num_topk, num_tokens, num_slots)
+        if num_nodes > 1:
+            return node_arena_shape(num_ranks, num_nodes, num_experts, row_bytes, num_topk, config.node_bytes)
         return arena_shape(num_ranks, num_experts, row_bytes, num_topk, config.staging_bytes)
 
     # Calls whose rows differ much in size may need two arenas.
@@ -157,25 +161,39 @@ def buffer_bytes(
 
 def arena_shape(
     num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, staging_bytes: int
-) -> tuple[int, int, int]:
-    """`(count_words, staging_bytes, 0)`: the size class that serves a call, as `arena_shape` of cuda/layout.h."""
+) -> tuple[int, int, int, int]:
+    """`(count_words, staging_bytes, 0, 1)`: the size class that serves a call, as `arena_shape` of cuda/layout.h."""
     record_bytes = shapes.round_up(row_bytes + num_topk * 8 + 4, 16)
     while staging_bytes < _PARITIES * num_ranks * record_bytes:
         staging_bytes *= 2
-    return _count_words(num_ranks, num_experts), staging_bytes, 0
+    return _count_words(num_ranks, num_experts), staging_bytes, 0, 1
 
 
 def latency_arena_shape(
     num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, num_tokens: int, num_slots: int
-) -> tuple[int, int, int]:
-    """`(count_words, staging_bytes, num_slots)`, as `latency_arena_shape` of cuda/layout.h."""
+) -> tuple[int, int, int, int]:
+    """`(count_words, staging_bytes, num_slots, 1)`, as `latency_arena_shape` of cuda/layout.h."""
     # Counts, tokens of the arrivals, their experts and places, weights, rows (SlotShape).
     parts = ((num_experts + num_ranks) * 4, num_tokens * 4, *3 * (num_tokens * num_topk * 4,), num_tokens * row_bytes)
     source_bytes = sum(shapes.round_up(n, _FLAGS_UNIT) for n in parts) + 256
     staging_bytes = num_slots << 20
     while staging_bytes // num_slots // _STAGING_UNIT * _STAGING_UNIT < num_ranks * source_bytes:
         staging_bytes *= 2
-    return _count_words(num_ranks, num_experts), staging_bytes, num_slots
+    return _count_words(num_ranks, num_experts), staging_bytes, num_slots, 1
+
+
+def node_arena_shape(
+    num_ranks: int, num_nodes: int, num_experts: int, row_bytes: int, num_topk: int, node_bytes: int
+) -> tuple[int, int, int, int]:
+    """`(count_words, staging_bytes, 0, num_nodes)`, as `node_arena_shape` of cuda/layout.h."""
+    # What a token of a block takes in a cell (NodeCell): a record each way, or a line and a sum each way.
+    line_bytes = shapes.round_up((3 * num_topk + num_ranks // num_nodes + 1) * 4, 16)
+    dispatch_bytes = 2 * (shapes.round_up(row_bytes + 16, 16) + line_bytes) + 4
+    combine_bytes = 2 * (line_bytes + num_topk * 4 + row_bytes) + 4
+    least = max(dispatch_bytes, combine_bytes) + 10 * _FLAGS_UNIT
+    while node_bytes // (_MAX_NODE_BLOCKS * _PARITIES * num_nodes) // _FLAGS_UNIT * _FLAGS_UNIT < least:
+        node_bytes *= 2
+    return _count_words(num_ranks, num_experts), node_bytes, 0, num_nodes
 
 
 def _count_words(num_ranks: int, num_experts: int) -> int:
@@ -185,11 +203,15 @@ def _count_words(num_ranks: int, num_experts: int) -> int:
     return count_words
 
 
-def arena_bytes(num_ranks: int, count_words: int, staging_bytes: int, num_slots: int) -> int:
+def arena_bytes(num_ranks: int, count_words: int, staging_bytes: int, num_slots: int, num_nodes: int) -> int:
     """Symmetric memory of one rank, as `ArenaShape::bytes` of cuda/layout.h."""
     flags = 3 * shapes.round_up(num_ranks * 8, _FLAGS_UNIT)  # finish, ready, free
     flags += 2 * shapes.round_up(num_slots * num_ranks * 8, _FLAGS_UNIT)  # routed, credit
     flags += num_slots * num_ranks * _MAX_BLOCKS * 8  # sent
+    if num_nodes > 1:
+        words = _NODE_FLAGS * _PARITIES * num_nodes * _MAX_NODE_BLOCKS
+        flags += words * 8 + _MAX_NODE_BLOCKS * 8 + (3 * num_ranks + words) * _PUT_BYTES  # flags, carried, puts
+        flags += _PARITIES * (_ANNOUNCE_BYTES + count_words * 4)  # outbox
     mailbox = _PARITIES * num_ranks * (_ANNOUNCE_BYTES + count_words * 4)
     workspace = _MAX_BLOCKS * count_words * 4
     return shapes.round_up(_CONTROL_BYTES + flags + mailbox + workspace, _STAGING_UNIT) + staging_bytes

@@ -195,6 +195,22 @@ def why_not(groups: Groups, records: Mapping[int, Record]) -> str:
     return ""
 
 
+def why_not_over_nodes(groups: Groups, records: Mapping[int, Record]) -> str:
+    """What else keeps `groups` from exchanging rows over several nodes, where nothing is staged."""
+    devices = _devices(groups, records)
+    for one in groups:
+        several = len({int(process) for process, _ in one}) > 1
+        for member in map(tuple, one):
+            if several and not devices[member]["pool_exportable"]:
+                return (
+                    f"XLA's memory pool of device {member} is not one preallocated region, and nothing is staged over "
+                    "nodes; leave XLA_PYTHON_CLIENT_PREALLOCATE and XLA_PYTHON_CLIENT_ALLOCATOR alone"
+                )
+    if max_num_sms(groups, records) < 2:
+        return "ranks over several nodes need two SMs each, and more share a GPU than that allows"
+    return ""
+
+
 def max_num_sms(groups: Groups, records: Mapping[int, Record]) -> int:
     """SMs that each rank may use so that all ranks' blocks are resident together: the smallest share of a GPU."""
     devices = _devices(groups, records)

@@ -37,6 +37,11 @@ LATENCY_SLOTS_BYTES = 64 << 20
 LATENCY_PIECES_PER_SM = 8
 LATENCY_MOST_SMS = 32
 
+# Several nodes: SMs that carry chunks beside those that move rows, and blocks that the kernels' flags have room for.
+NODE_SHARE = 4
+NODE_MOST_SMS = 4
+NODE_MOST_BLOCKS = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -118,3 +123,16 @@ def latency_num_sms(placement: Placement, *, num_ranks: int, num_tokens: int) ->
     """SMs of one call in latency mode: enough warps that each has little to do."""
     wanted = math.ceil(num_tokens * num_ranks / LATENCY_PIECES_PER_SM)
     return min(max(wanted, LEAST_SMS), LATENCY_MOST_SMS, placement.max_num_sms)
+
+
+def node_sms(placement: Placement | None, asked: int | None) -> int:
+    """SMs of a rank that carry chunks to other nodes, beside `node_num_sms`."""
+    if asked:
+        return asked
+    most = placement.max_num_sms if placement is not None else 2 * NODE_SHARE
+    return max(1, min(most // NODE_SHARE, NODE_MOST_SMS))
+
+
+def node_num_sms(placement: Placement, num_sms: int, num_carriers: int) -> int:
+    """SMs of one call over several nodes, of which `num_sms` would be taken on one."""
+    return max(1, min(num_sms, placement.max_num_sms - num_carriers, NODE_MOST_BLOCKS))

@@ -35,6 +35,10 @@ def pytest_addoption(parser):
     parser.addoption("--implementation", choices=("cuda", "xla"), default="cuda", help="that tests/gpu runs")
     parser.addoption("--mode", choices=("auto", "throughput", "latency"), default="throughput", help="of dispatch")
     parser.addoption("--split", action="store_true", help="start and done instead of one call")
+    parser.addoption(
+        "--ranks-per-node", type=int, help="nodes of the exchange tests; its largest divisor where it must divide"
+    )
+    parser.addoption("--put-delay", type=float, default=0.0, help="Config.put_delay_s of the exchange tests")
     parser.addoption("--copies", choices=("auto", "vector"), default="auto", help="Config.copies of the exchange tests")
 
 

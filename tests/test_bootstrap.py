@@ -78,8 +78,8 @@ def test_without_extension_everything_has_a_reason(monkeypatch):
 @needs_extension
 def test_module_without_a_gpu():
     module = _ffi.module()
-    assert _ffi.arena_shape(8, 256, 14336, 8, 16 << 20) == (512, 16 << 20, 0)
-    assert _ffi.latency_arena_shape(8, 256, 14336, 8, 128, 2) == (512, 32 << 20, 2)
+    assert _ffi.arena_shape(8, 256, 14336, 8, 16 << 20) == (512, 16 << 20, 0, 1)
+    assert _ffi.latency_arena_shape(8, 256, 14336, 8, 128, 2) == (512, 32 << 20, 2, 1)
     targets = module.targets()
     parts = ("", "_latency", "_start", "_done")
     assert set(targets) == {f"jax_ep_{op}{part}" for op in ("dispatch", "redispatch", "combine") for part in parts}
@@ -256,7 +256,7 @@ class FakeCuda:
         return []
 
     def attach(self, key, num_sms):
-        return any(call[:2] == ("bind", key) and num_sms <= call[8] for call in self.calls)
+        return any(call[:2] == ("bind", key) and num_sms <= call[9] for call in self.calls)
 
     def __getattr__(self, name):
         return lambda *args: self.calls.append((name, *args))
@@ -289,16 +289,16 @@ def test_two_processes_set_up_and_bind(monkeypatch):
     with pytest.raises(ValueError, match="num_sms=133"):
         bootstrap.prepare(PAIR, types.SimpleNamespace(setup_timeout_s=5, num_sms=133))
     groups = [list(one) for one in PAIR]
-    assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 4, 0, 5.0) == ""
-    assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 4, 133, 5.0).startswith("ValueError: ")
+    assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 4, 1, 0, 5.0) == ""
+    assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 4, 1, 133, 5.0).startswith("ValueError: ")
     calls = modules[0].calls
     nonce = bootstrap._nonce()
     assert ("warm_up", [0]) in calls and calls.index("start_service") < calls.index(("warm_up", [0]))
     assert ("add_process", 1, "service-1", nonce) in calls
-    assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 4, 0, 5.0) == ""  # attaches: no second bind
+    assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 4, 1, 0, 5.0) == ""  # attaches: no second bind
     (bind,) = [c for c in calls if c[0] == "bind"]
-    assert bind[:9] == ("bind", "key", [[(0, 0), (1, 1)]], 0, 2, 512, 1 << 20, 4, 132) and 0 < bind[9] <= 5
-    assert bind[10] == [[0, 1]]  # two GPUs, by their UUIDs
+    assert bind[:10] == ("bind", "key", [[(0, 0), (1, 1)]], 0, 2, 512, 1 << 20, 4, 1, 132) and 0 < bind[10] <= 5
+    assert bind[11] == [[0, 1]]  # two GPUs, by their UUIDs
     assert bootstrap.records_ms() >= 0
 
 
@@ -359,8 +359,8 @@ def test_program_for_another_machine_binds_nothing(monkeypatch):
     monkeypatch.setattr(bootstrap, "_local_problem", lambda: "")
     monkeypatch.setattr(bootstrap, "_jax_devices", lambda: [])
     start = time.monotonic()
-    assert bootstrap.bind_callback("key", [[(0, 0), (1, 0)]], 2, 512, 1 << 20, 0, 0, 30.0) == ""
-    assert bootstrap.bind_callback("key", [[(0, 0), (0, 1)]], 2, 512, 1 << 20, 0, 0, 30.0) == ""
+    assert bootstrap.bind_callback("key", [[(0, 0), (1, 0)]], 2, 512, 1 << 20, 0, 1, 0, 30.0) == ""
+    assert bootstrap.bind_callback("key", [[(0, 0), (0, 1)]], 2, 512, 1 << 20, 0, 1, 0, 30.0) == ""
     assert time.monotonic() - start < 5
 
 

@@ -43,11 +43,12 @@ def lowered(mesh, **kwargs):
 def usable(monkeypatch):
     """CUDA as if every rank could use it; records what set-up was asked for."""
     asked = []
-    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "")
-    monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None: asked.append((groups, config)))
+    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None, num_nodes=1: "")
+    monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None, num_nodes=1: asked.append((groups, config)))
     monkeypatch.setattr(bootstrap, "bind", lambda *call_site: asked.append(call_site))
-    monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20, 0))
-    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1]))
+    monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20, 0, 1))
+    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1], 1))
+    monkeypatch.setattr(lowering._ffi, "node_arena_shape", lambda *sizes: (8, sizes[-1], 0, sizes[1]))
     monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
     return asked
 
@@ -187,8 +188,9 @@ def test_attributes(make_mesh, usable):
     numbers = {name: int(n) for name, n in re.findall(r"(\w+) = (-?\d+) : i64", attributes)}
     assert numbers == dict(
         num_ranks=2, num_experts=4, num_topk=2, num_tokens=4, num_rows=32, row_bytes=64, side_bytes=0, dtype=2,
-        quantize=0, layout=0, expert_alignment=8, zero_tail=1, num_sms=9, num_slots=0, staging_bytes=16 << 20,
-        force_staged=1, force_vector=0, setup_timeout_ns=3 * 10**9, first_timeout_ns=2 * 10**9, timeout_ns=15 * 10**8,
+        quantize=0, layout=0, expert_alignment=8, zero_tail=1, num_sms=9, num_slots=0, num_nodes=1, num_carriers=0,
+        chunk_tokens=0, put_delay_ns=0, staging_bytes=16 << 20, force_staged=1, force_vector=0,
+        setup_timeout_ns=3 * 10**9, first_timeout_ns=2 * 10**9, timeout_ns=15 * 10**8,
     )  # fmt: skip
     members = [(d.process_index, d.local_hardware_id) for d in mesh.devices.flat]
     (groups,) = re.findall(r"groups = dense<\[([\d, ]*)\]> : tensor<8xi64>", attributes)
@@ -196,8 +198,8 @@ def test_attributes(make_mesh, usable):
     assert re.search(r'key = "[0-9a-f]{32}"', attributes)
     (prepared,) = [c for c in usable if len(c) == 2]
     assert prepared[1] == config
-    ((key, _, *shape_and_limits),) = [c for c in usable if len(c) == 8]  # the arena is bound while lowering
-    assert f'key = "{key}"' in attributes and shape_and_limits == [2, 8, 1 << 20, 0, 9, 3.0]
+    ((key, _, *shape_and_limits),) = [c for c in usable if len(c) == 9]  # the arena is bound while lowering
+    assert f'key = "{key}"' in attributes and shape_and_limits == [2, 8, 1 << 20, 0, 1, 9, 3.0]
 
 
 def num_sms_attributes(make_mesh, **kwargs):
@@ -248,7 +250,7 @@ def test_latency_mode(make_mesh, usable, layout):
     for target, _, results, attributes in found:
         assert "has_side_effect = true" not in attributes and numbers_of(attributes)["num_slots"] == 2
         assert target != "jax_ep_combine_latency" or len(results) == 2
-    assert {c[2:6] for c in usable if len(c) == 8} == {(2, 8, 1 << 20, 0), (2, 8, 2 << 20, 2)}
+    assert {c[2:6] for c in usable if len(c) == 9} == {(2, 8, 1 << 20, 0), (2, 8, 2 << 20, 2)}
 
 
 def test_latency_num_sms(make_mesh, usable, monkeypatch):
@@ -337,7 +339,7 @@ def test_halves(make_mesh, usable):
         assert all("has_side_effect = true" in attributes for *_, attributes in (start, done))
         texts = [attributes.split("mhlo.backend_config = {")[1].split("}")[0] for *_, attributes in (start, done)]
         assert texts[0] == texts[1] and numbers_of(texts[0])["num_slots"] == 6
-    assert {c[4:6] for c in usable if len(c) == 8} == {(1 << 20, 0), (2 << 20, 6)}
+    assert {c[4:6] for c in usable if len(c) == 9} == {(1 << 20, 0), (2 << 20, 6)}
 
 
 def test_halves_share_no_arena_with_fused_calls(make_mesh, usable):
@@ -428,26 +430,60 @@ def test_export_for_cuda(make_mesh, usable):
 
 def test_falls_back_with_one_logged_line(make_mesh, monkeypatch, caplog):
     """implementation=None: the reference where CUDA is impossible, and the reason once, not once per call."""
-    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "a reason of this test")
+    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None, num_nodes=1: "a reason of this test")
     with caplog.at_level(logging.WARNING, logger="jax_ep"):
         assert not calls(lowered(make_mesh(2)))
     (message,) = [r.getMessage() for r in caplog.records if "a reason of this test" in r.getMessage()]
     assert message.startswith("using the pure-JAX implementation")
 
 
-def test_several_nodes_are_pure_jax(make_mesh, usable, caplog):
-    """Nodes have no CUDA transport yet: "cuda" says so, None falls back with one line before set-up is asked."""
-    nodes = jax_ep.Config(ranks_per_node=1)
-    expected = r"ranks_per_node=1 splits 2 ranks into 2 nodes.*nvshmem transport"
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(ranks_per_node=1, staging="always"), "nothing is staged"),
+        (dict(ranks_per_node=1, num_sms=65), "at most 64 SMs"),
+    ],
+)
+def test_what_nodes_the_kernels_do_not_serve(make_mesh, usable, caplog, changes, expected):
+    """ "cuda" says why, None falls back with one line before set-up is asked."""
+    nodes = jax_ep.Config(**changes)
     with caplog.at_level(logging.WARNING, logger="jax_ep"):
         assert not calls(lowered(make_mesh(2), config=nodes))
     (message,) = [r.getMessage() for r in caplog.records if re.search(expected, r.getMessage())]
-    assert message.startswith("using the pure-JAX implementation")
+    assert message.startswith("using the pure-JAX implementation") and "splits 2 ranks into 2 nodes" in message
     with pytest.raises(NotImplementedError, match=rf'implementation="cuda".*{expected}.*use implementation="xla"'):
         lowered(make_mesh(2), config=nodes, implementation="cuda")
     assert not calls(lowered(make_mesh(2), config=nodes, implementation="xla")) and not usable
-    for ranks_per_node in (2, 3):  # one node
-        assert calls(lowered(make_mesh(2), config=jax_ep.Config(ranks_per_node=ranks_per_node), implementation="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node", "expected"), [(5, 2, "as many ranks on every node"), (66, 2, "at most 32")]
+)
+def test_how_many_nodes_the_kernels_serve(num_ranks, ranks_per_node, expected):
+    spec = jax_ep.layout.Spec(
+        ("ep",), num_ranks, num_ranks, "expert", 8, 1, True, "auto", None, jax_ep.Config(ranks_per_node=ranks_per_node)
+    )
+    assert expected in lowering._not_over_nodes(lowering.Call("dispatch", "", (), (), spec, None))
+
+
+def test_latency_mode_over_nodes_is_refused(make_mesh, usable):
+    nodes = jax_ep.Config(ranks_per_node=1)
+    with pytest.raises(NotImplementedError, match="no latency mode over nodes yet"):
+        lowered(make_mesh(2), config=nodes, implementation="cuda", mode="latency")
+    assert all(name != "jax_ep_dispatch_latency" for name, *_ in calls(lowered(make_mesh(2), config=nodes)))
+
+
+def test_several_nodes(make_mesh, usable):
+    """The attributes of nodes, their own arena, and SMs for carriers; as many ranks a node as there are is one node."""
+    config = jax_ep.Config(ranks_per_node=1, num_sms=9, node_sms=3, node_chunk=50, node_bytes=1 << 22, put_delay_s=2e-6)
+    (name, _, _, attributes), *_ = calls(lowered(make_mesh(2), config=config, implementation="cuda"))
+    wanted = dict(num_nodes=2, num_carriers=3, chunk_tokens=50, put_delay_ns=2000, staging_bytes=1 << 22, num_sms=9)
+    assert name == "jax_ep_dispatch" and wanted.items() <= numbers_of(attributes).items()
+    assert {c[2:-1] for c in usable if len(c) == 9} == {(2, 8, 1 << 22, 0, 2, 12)}  # the carriers count, too
+    for ranks_per_node in (2, 3):
+        plain = jax_ep.Config(ranks_per_node=ranks_per_node)
+        for *_, attributes in calls(lowered(make_mesh(2), config=plain, implementation="cuda")):
+            assert numbers_of(attributes)["num_nodes"] == 1
 
 
 def test_xla_is_never_replaced(make_mesh, usable):
@@ -457,7 +493,7 @@ def test_xla_is_never_replaced(make_mesh, usable):
 def test_cuda_never_falls_back(make_mesh, monkeypatch):
     """implementation="cuda": what set-up raises comes through."""
 
-    def refuse(groups, config=None):
+    def refuse(groups, config=None, num_nodes=1):
         raise jax_ep.errors.SetupError("a reason of this test")
 
     monkeypatch.setattr(bootstrap, "prepare", refuse)

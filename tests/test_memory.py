@@ -21,23 +21,28 @@ from jax_ep import _ffi, bootstrap, lowering, memory, testing
 
 W1 = dict(num_tokens=4096, hidden=7168, num_topk=8, num_experts=256, num_ranks=8)
 SMALL = dict(num_tokens=5, hidden=16, num_topk=3, num_experts=6, num_ranks=2)
-# num_ranks, num_experts, row_bytes, num_topk, staging_bytes, num_tokens, num_slots (0: throughput mode)
+# num_ranks, num_experts, row_bytes, num_topk, staging_bytes, num_tokens, num_slots (0: throughput mode), num_nodes
 CALLS = [
-    (8, 256, 14336, 8, 16 << 20, 0, 0),  # W1
-    (1, 1, 16, 1, 1, 0, 0),  # the least
-    (2, 4, 64, 2, 4096, 0, 0),
-    (3, 9, 32, 3, 100, 0, 0),  # staging grows until a token fits
-    (8, 247, 14336, 8, 1 << 20, 0, 0),  # 256 words exactly
-    (8, 248, 14336, 8, 1 << 20, 0, 0),  # one more
-    (16, 4096, 57344, 32, 3 << 20, 0, 0),
-    (17, 34, 16, 1, 1000, 0, 0),  # flags of 17 ranks take two units
-    (64, 8192, 1 << 20, 32, 16 << 20, 0, 0),
-    (8, 256, 14336, 8, 16 << 20, 128, 2),  # W2
-    (8, 256, 7168 + 224, 8, 16 << 20, 128, 4),  # FP8 rows, split
-    (1, 1, 16, 1, 1, 0, 2),  # no tokens
-    (3, 9, 32, 3, 100, 1, 6),
-    (3, 9, 32, 3, 100, 10000, 2),
-    (16, 4096, 57344, 32, 3 << 20, 4096, 128),  # beyond 32 bits
+    (8, 256, 14336, 8, 16 << 20, 0, 0, 1),  # W1
+    (1, 1, 16, 1, 1, 0, 0, 1),  # the least
+    (2, 4, 64, 2, 4096, 0, 0, 1),
+    (3, 9, 32, 3, 100, 0, 0, 1),  # staging grows until a token fits
+    (8, 247, 14336, 8, 1 << 20, 0, 0, 1),  # 256 words exactly
+    (8, 248, 14336, 8, 1 << 20, 0, 0, 1),  # one more
+    (16, 4096, 57344, 32, 3 << 20, 0, 0, 1),
+    (17, 34, 16, 1, 1000, 0, 0, 1),  # flags of 17 ranks take two units
+    (64, 8192, 1 << 20, 32, 16 << 20, 0, 0, 1),
+    (8, 256, 14336, 8, 16 << 20, 128, 2, 1),  # W2
+    (8, 256, 7168 + 224, 8, 16 << 20, 128, 4, 1),  # FP8 rows, split
+    (1, 1, 16, 1, 1, 0, 2, 1),  # no tokens
+    (3, 9, 32, 3, 100, 1, 6, 1),
+    (3, 9, 32, 3, 100, 10000, 2, 1),
+    (16, 4096, 57344, 32, 3 << 20, 4096, 128, 1),  # beyond 32 bits
+    (8, 256, 14336, 8, 64 << 20, 0, 0, 2),  # W1, two nodes of four
+    (8, 256, 7168 + 224, 8, 64 << 20, 0, 0, 4),
+    (2, 2, 16, 1, 1, 0, 0, 2),  # the least: one token for each block
+    (64, 8192, 1 << 20, 32, 16 << 20, 0, 0, 8),
+    (32, 64, 144, 3, 100, 0, 0, 32),
 ]
 
 
@@ -59,7 +64,10 @@ def mirrored(call):
 
 
 def shape_of(module, call):
-    *sizes, staging_bytes, num_tokens, num_slots = call
+    num_ranks, *sizes, staging_bytes, num_tokens, num_slots, num_nodes = call
+    if num_nodes > 1:
+        return module.node_arena_shape(num_ranks, num_nodes, *sizes, staging_bytes)
+    sizes = num_ranks, *sizes
     if num_slots:
         return module.latency_arena_shape(*sizes, num_tokens, num_slots)
     return module.arena_shape(*sizes, staging_bytes)
@@ -140,11 +148,12 @@ def test_results_of_real_calls(make_mesh, monkeypatch, changes):
 
         return arena_shape
 
-    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "")
-    monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None: None)
+    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None, num_nodes=1: "")
+    monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None, num_nodes=1: None)
     monkeypatch.setattr(bootstrap, "bind", lambda *call_site: None)
     monkeypatch.setattr(lowering._ffi, "arena_shape", spy(memory.arena_shape))
     monkeypatch.setattr(lowering._ffi, "latency_arena_shape", spy(memory.latency_arena_shape))
+    monkeypatch.setattr(lowering._ffi, "node_arena_shape", spy(memory.node_arena_shape))
     monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
     text = program.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert taken.arena == sum(memory.arena_bytes(*shape) for shape in asked)

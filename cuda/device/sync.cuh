@@ -24,7 +24,7 @@ __device__ __forceinline__ uint64_t now_ns() {
 }
 
 // A tag of what all ranks must pass alike, with one number more that only the device knows.
-__device__ __forceinline__ uint64_t tag_with(uint64_t tag, int32_t number) {
+JAX_EP_HD uint64_t tag_with(uint64_t tag, int32_t number) {
   return tag ^ (uint64_t(uint32_t(number)) + 1) * 0x9e3779b97f4a7c15u;
 }
 
@@ -95,6 +95,44 @@ class Session {
     return true;
   }
 
+  // Until `peer` has raised the word to `least`, which acquires what it published before; ends as well when the peer leaves
+  // the call, so that no deadline is spent on it. False: leave.
+  __device__ bool wait_or_left(uint64_t &word, Phase phase, int peer, uint64_t least) {
+    SystemWord<uint64_t> flag(word);
+    uint64_t left = 0;
+    bool has_gone = false;
+    unsigned polls = 0;
+    if (!wait(
+            [&](uint64_t *seen) {
+              if ((*seen = flag.load(cuda::memory_order_acquire)) >= least) return true;
+              if (++polls % 64) return false; // a second word, looked at less often
+              left = finish_from(peer).load(cuda::memory_order_acquire);
+              // Of a later call: the peer completed this one.
+              return has_gone = flag_state(left) == kFailed && flag_epoch(left) <= epoch_;
+            },
+            phase, peer, least))
+      return false;
+    if (!has_gone || flag.load(cuda::memory_order_acquire) >= least) return true; // complete before its source left?
+    fail_revoked(phase, peer, least, left);
+    return false;
+  }
+
+  // Several nodes: what a carrier is to store in the arena of `put.peer`. The thread's own entry; whatever it reads was
+  // stored before, by this thread or behind a barrier. The word of the put before has arrived: who waits for it says so.
+  __device__ void post(int64_t index, const Put &put) {
+    Put &entry = reinterpret_cast<Put *>(call_.arena + call_.shape.puts())[index];
+    const uint64_t number = entry.posted + 1; // this rank's kernels alone write it
+    entry.src = put.src, entry.dst = put.dst, entry.bytes = put.bytes;
+    entry.signal = put.signal, entry.value = put.value, entry.peer = put.peer;
+    // Publishes the entry and the bytes at `src` to this rank's carrier.
+    DeviceWord<uint64_t>(entry.posted).store(number, cuda::memory_order_release);
+  }
+  // Leader, at the very end of a kernel, however it ends: its carrier may go once all puts are carried.
+  __device__ void dismiss_carrier() {
+    if (call_.shape.has_nodes() && threadIdx.x == 0)
+      DeviceWord<uint64_t>(control_->calls_ended).fetch_add(1, cuda::memory_order_release);
+  }
+
   // All blocks of this rank; false in every thread once this rank aborts. Orders everything before it in any
   // block before everything after it in any block (release on arrival, acquire on departure, device scope).
   __device__ bool grid_barrier() {
@@ -121,6 +159,7 @@ class Session {
   __device__ void announce(const int32_t *counts, int num_counts) {
     const int n = call_.num_ranks;
     for (int p = threadIdx.x; p < n; p += blockDim.x) {
+      if (call_.is_remote(p)) continue;
       Announce *a = mailbox_at(p, epoch_);
       const Peer &peer = call_.peers[p];
       a->tag = tag_;
@@ -129,11 +168,26 @@ class Session {
         a->buffer[i] = call_.buffer[i] - (peer.same_process ? 0 : call_.pool_base);
     }
     for (int64_t i = threadIdx.x; i < int64_t(n) * num_counts; i += blockDim.x)
-      reinterpret_cast<int32_t *>(mailbox_at(int(i / num_counts), epoch_) + 1)[i % num_counts] = counts[i % num_counts];
+      if (!call_.is_remote(int(i / num_counts)))
+        reinterpret_cast<int32_t *>(mailbox_at(int(i / num_counts), epoch_) + 1)[i % num_counts] = counts[i % num_counts];
+    // To other nodes the same goes out of an own copy, as that of a rank whose buffers nobody there touches.
+    const int64_t outbox = call_.shape.outbox() + int64_t(epoch_ & 1) * call_.shape.announce_stride();
+    if (call_.shape.has_nodes()) {
+      Announce *own = reinterpret_cast<Announce *>(call_.arena + outbox);
+      if (threadIdx.x == 0) own->tag = tag_, own->is_staged = 1;
+      for (int i = threadIdx.x; i < num_counts; i += blockDim.x) reinterpret_cast<int32_t *>(own + 1)[i] = counts[i];
+    }
     __syncthreads(); // every thread's stores above, before the flag of any thread below, whose release covers them
-    for (int p = threadIdx.x; p < n; p += blockDim.x)
+    for (int p = threadIdx.x; p < n; p += blockDim.x) {
+      if (call_.is_remote(p)) {
+        const int64_t at = call_.shape.announce(epoch_, call_.rank), word = sizeof(uint64_t); // all but the flag
+        const int64_t bytes = int64_t(sizeof(Announce)) - word + round_up(int64_t(num_counts) * 4, 8);
+        post(p, Put{0, 0, outbox + word, at + word, bytes, at, flag_word(epoch_, kAnnounced), p});
+        continue;
+      }
       // Publishes the announce and counts just pushed, and (combine) the rows this rank prepared before.
       SystemWord<uint64_t>(mailbox_at(p, epoch_)->flag).store(flag_word(epoch_, kAnnounced), cuda::memory_order_release);
+    }
   }
 
   // Leader block. Waits for every announce, compares tags, then claims all. False: leave.
@@ -144,6 +198,14 @@ class Session {
       SystemWord<uint64_t> flag(a->flag);
       const uint64_t expected = flag_word(epoch_, kAnnounced);
       uint64_t word = 0;
+      if (call_.is_remote(p)) { // nobody revokes its word here
+        ok = wait_or_left(a->flag, Phase::kAnnounce, p, expected);
+        if (ok && a->tag != tag_) {
+          fail(Failure::kMismatch, Phase::kAnnounce, p, tag_, a->tag);
+          ok = false;
+        }
+        continue;
+      }
       // Acquires the peer's announce, its counts, and whatever it released before announcing.
       if (!wait([&](uint64_t *seen) { return flag_epoch(word = *seen = flag.load(cuda::memory_order_acquire)) >= epoch_; },
                 Phase::kAnnounce, p, expected)) {
@@ -160,6 +222,7 @@ class Session {
     // A peer's buffers may be touched only while it is inside the call. Claiming makes its departure wait for
     // our finish; a peer that left first has revoked the word and we leave too.
     for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) {
+      if (call_.is_remote(p)) continue;
       uint64_t word = flag_word(epoch_, kAnnounced);
       SystemWord<uint64_t> flag(const_cast<Announce *>(announce_of(p))->flag);
       if (flag.compare_exchange_strong(word, flag_word(epoch_, kClaimed), cuda::memory_order_acq_rel)) continue;
@@ -239,12 +302,20 @@ class Session {
 
   // Tells every peer: this rank touches nothing of yours any more (and, without kFailed, all its rows are there).
   __device__ void send_finish(uint64_t word) {
-    for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x)
+    for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) {
+      if (call_.is_remote(p)) {
+        post(call_.num_ranks + p, finish_put(p, word));
+        continue;
+      }
       SystemWord<uint64_t>(reinterpret_cast<uint64_t *>(call_.peers[p].arena + call_.shape.finish())[call_.rank])
           .store(word, cuda::memory_order_release);
+    }
   }
 
  private:
+  __device__ Put finish_put(int peer, uint64_t word) const {
+    return Put{0, 0, 0, 0, 0, call_.shape.finish() + int64_t(call_.rank) * 8, word, peer};
+  }
   __device__ Announce *mailbox_at(int peer, uint64_t epoch) const {
     return reinterpret_cast<Announce *>(call_.peers[peer].arena + call_.shape.announce(epoch, call_.rank));
   }
@@ -275,6 +346,10 @@ class Session {
     if (!is_sent) send_finish(flag_word(epoch_, kFailed, culprit, is_mismatch));
     for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) {
       if (p == call_.rank) continue;
+      if (call_.is_remote(p)) { // it touches no buffer of ours; if it completes this call, it learns in the next one
+        if (is_sent) post(2 * call_.num_ranks + p, finish_put(p, flag_word(epoch_ + 1, kFailed, culprit, is_mismatch)));
+        continue;
+      }
       // A peer that completed this call will wait for us in the next one, where we shall not be: tell it now. Its
       // other half holds epoch - 1, which it has read (we have its finish of that call).
       SystemWord<uint64_t>(mailbox_at(p, epoch_ + 1)->flag)

@@ -35,6 +35,8 @@ ffi::ErrorOr<CallAttributes> CallAttributes::read(const ffi::Dictionary &attrs) 
       {"expert_alignment", &a.expert_alignment}, {"zero_tail", &a.zero_tail},
       {"num_sms", &a.num_sms},             {"staging_bytes", &a.staging_bytes},
       {"num_slots", &a.num_slots},
+      {"num_nodes", &a.num_nodes},         {"num_carriers", &a.num_carriers},
+      {"chunk_tokens", &a.chunk_tokens},   {"put_delay_ns", &a.put_delay_ns},
       {"force_staged", &a.force_staged},   {"force_vector", &a.force_vector},
       {"setup_timeout_ns", &a.setup_timeout_ns},
       {"first_timeout_ns", &a.first_timeout_ns}, {"timeout_ns", &a.timeout_ns}};
@@ -44,6 +46,28 @@ ffi::ErrorOr<CallAttributes> CallAttributes::read(const ffi::Dictionary &attrs) 
     *f.to = *value;
   }
   return a;
+}
+
+int32_t CallAttributes::num_blocks(const RankContext &rank) const {
+  if (num_sms) return int32_t(num_sms);
+  if (num_nodes == 1) return rank.num_sms;
+  // Beside its carrier, and the same on all ranks, since the limit is.
+  const int most = std::min(rank.max_num_sms - int(num_carriers), kMaxNodeBlocks);
+  return std::max(1, std::min(rank.num_sms, most));
+}
+
+std::string start_carrier(const RankContext &rank, const CallAttributes &a, const CallParams &call, int num_blocks,
+                          cudaStream_t stream) {
+  for (int r = 0; r < call.num_ranks; ++r)
+    if (!call.is_direct && !rank.same_process[size_t(r)] && !call.is_remote(r))
+      return "a buffer of this call lies outside XLA's preallocated pool, where rank " + std::to_string(r) +
+             " of the same node cannot reach it; over several nodes no row goes through staging: leave "
+             "XLA_PYTHON_CLIENT_PREALLOCATE and XLA_PYTHON_CLIENT_ALLOCATOR alone, and copy imported arrays first";
+  const CarrierParams p{call.shape, call.arena, call.peers, call.limit_ns, call.num_ranks, num_blocks, int32_t(a.num_carriers),
+                        uint32_t(a.put_delay_ns)};
+  if (cudaError_t e = launch_carrier(rank.carrier, launch_test_carrier, p, stream))
+    return std::string("launch of the carrier failed: ") + cudaGetErrorString(e);
+  return "";
 }
 
 bool Buffers::has_rows(size_t i) const {
@@ -94,7 +118,7 @@ CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, Pa
   const int64_t blocks = is_latency ? a.num_blocks(rank) : 0;
   c.tag = hash({int64_t(op), int64_t(hash(what)), a.num_ranks, a.num_experts, a.num_topk, a.num_tokens, a.num_rows,
                 a.row_bytes, a.dtype, a.layout, a.expert_alignment, a.side_bytes, a.quantize, blocks});
-  c.force_staged = a.force_staged != 0;
+  c.force_staged = a.force_staged != 0, c.chunk_tokens = int32_t(a.chunk_tokens);
   c.is_direct = rank.pool && rank.pool->base && rank.pool->is_exportable;
   bool reaches_all = !c.force_staged || a.num_ranks == 1;
   for (int i = 0; i < kNumBuffers; ++i) {
@@ -104,6 +128,7 @@ CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, Pa
     if (!rank.pool || !rank.pool->contains(shared[i].at, shared[i].bytes)) c.is_direct = 0;
   }
   for (uint8_t same : rank.same_process) reaches_all = reaches_all && (same || c.is_direct);
+  reaches_all = reaches_all || a.num_nodes > 1; // nothing is staged
   const int64_t before = rank.count_call({/*sends=*/part != Part::kDone, /*receives=*/part != Part::kStart,
                                           /*is_staged=*/!reaches_all && !is_latency, !a.use_bulk(rank),
                                           /*is_routing=*/op == Op::kDispatch});
@@ -142,7 +167,8 @@ ffi::Error bind_call_site(const ffi::Dictionary &attrs) {
   request.groups.assign(groups->begin(), groups->end());
   request.num_ranks = a->num_ranks, request.num_experts = a->num_experts, request.num_topk = a->num_topk;
   request.row_bytes = a->crossing_bytes(), request.staging_bytes = a->staging_bytes, request.num_sms = a->num_sms;
-  request.num_tokens = a->num_tokens, request.num_slots = a->num_slots;
+  request.num_tokens = a->num_tokens, request.num_slots = a->num_slots, request.num_nodes = a->num_nodes;
+  request.node_sms = a->num_nodes > 1 && a->num_sms ? a->num_carriers : 0;
   request.setup_timeout_ns = a->setup_timeout_ns;
   const std::string problem = bind_from_instantiate(request);
   return problem.empty() ? ffi::Error::Success() : internal(problem);

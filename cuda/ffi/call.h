@@ -9,6 +9,7 @@
 
 #include "cuda/ffi/targets.h"
 #include "cuda/kernels/latency.h"
+#include "cuda/kernels/nodes.h"
 #include "cuda/runtime/registry.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -25,16 +26,18 @@ struct CallAttributes {
   int64_t dtype, quantize;       // of the first operand; what becomes of it
   int64_t num_sms;   // 0: the group's default
   int64_t num_slots; // of the arena; 0: throughput mode
+  int64_t num_nodes, num_carriers, chunk_tokens, put_delay_ns; // 1: one node; the rest for more
   int64_t staging_bytes, force_staged, force_vector, setup_timeout_ns, first_timeout_ns, timeout_ns;
 
   static ffi::ErrorOr<CallAttributes> read(const ffi::Dictionary &attrs);
   bool use_bulk(const RankContext &rank) const { return rank.has_bulk && !force_vector; }
-  int32_t num_blocks(const RankContext &rank) const { return num_sms ? int32_t(num_sms) : rank.num_sms; }
+  int32_t num_blocks(const RankContext &rank) const;
   Layout layout_kind() const { return Layout(layout); }
   // Rows of the handle's slot arrays, of which each is a distinct (source, token) that reaches this rank.
   int64_t num_handle_slots() const { return layout_kind() == Layout::kToken ? num_rows : num_ranks * num_tokens; }
   // Bytes of a row as it crosses, with its side array: what a staging window must hold one of.
   int64_t crossing_bytes() const {
+    if (num_nodes > 1) return row_bytes + round_up(side_bytes, 16); // sums of nodes are not quantised
     if (Quantize(quantize) == Quantize::kFp8Wire) return partial_row_bytes(row_bytes, DType(dtype), Quantize::kFp8Wire);
     return row_bytes + round_up(side_bytes, 16);
   }
@@ -78,18 +81,35 @@ struct Shared {
 CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, Part part,
                      std::initializer_list<int64_t> what, const Shared (&shared)[kNumBuffers]);
 
-// Hands complete parameters to `launch`, or `launch_latency`, unless a buffer was wrong.
+// Starts the carrier of a call over several nodes, unless a rank of this one cannot reach a buffer: then what to say.
+std::string start_carrier(const RankContext &rank, const CallAttributes &a, const CallParams &call, int num_blocks,
+                          cudaStream_t stream);
+
+// How an operation is launched: on one node in throughput mode, on several, and in latency mode.
+template <class Params> struct Launches {
+  cudaError_t (*one)(Params, cudaStream_t);
+  cudaError_t (*nodes)(Params, cudaStream_t);
+  cudaError_t (*latency)(const Params &, const LatencyCall &, cudaStream_t);
+};
+
+// Hands complete parameters to the launch that they are for, unless a buffer was wrong.
 template <class Params>
-ffi::Error launch_part(const char *op, Part part, Params &p, Buffers &b, cudaStream_t stream,
-                       cudaError_t (*launch)(Params, cudaStream_t),
-                       cudaError_t (*launch_latency)(const Params &, const LatencyCall &, cudaStream_t)) {
+ffi::Error launch_part(const char *op, Part part, const RankContext &rank, const CallAttributes &a, Params &p, Buffers &b,
+                       cudaStream_t stream, const Launches<Params> &launches) {
   const LatencyCall latency = b.latency();
   if (part == Part::kStart) { // there is nothing to poison but the ticket
     p.outputs = Outputs{};
     p.outputs.add(latency.ticket_result, 8, /*sizes=*/true);
   }
   if (!b.problem().empty()) return ffi::Error(ffi::ErrorCode::kInvalidArgument, b.problem());
-  if (cudaError_t e = part == Part::kThroughput ? launch(p, stream) : launch_latency(p, latency, stream))
+  const bool has_nodes = part == Part::kThroughput && a.num_nodes > 1;
+  if (has_nodes) {
+    const std::string problem = start_carrier(rank, a, p.call, p.num_blocks, stream);
+    if (!problem.empty()) return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(op) + ": " + problem);
+  }
+  if (cudaError_t e = has_nodes                  ? launches.nodes(p, stream)
+                      : part == Part::kThroughput ? launches.one(p, stream)
+                                                  : launches.latency(p, latency, stream))
     return ffi::Error(ffi::ErrorCode::kInternal, std::string(op) + ": launch failed: " + cudaGetErrorString(e));
   return ffi::Error::Success();
 }

@@ -10,6 +10,8 @@
 namespace jax_ep {
 namespace {
 
+constexpr Launches<CombineParams> kLaunches{launch_combine, launch_combine_nodes, launch_combine_latency};
+
 template <Part part>
 ffi::Error combine(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
   auto a = CallAttributes::read(attrs);
@@ -49,7 +51,7 @@ ffi::Error combine(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   p.call = make_call(**rank, *a, Op::kCombine, part, {weights_bytes > 0, scalars_bytes > 0},
                      {rows, {p.scalars, scalars_bytes}, y, {p.weights, weights_bytes}, {}});
   p.call.row_bytes = crossing_bytes;
-  return launch_part("combine", part, p, b, stream, launch_combine, launch_combine_latency);
+  return launch_part("combine", part, **rank, *a, p, b, stream, kLaunches);
 }
 
 } // namespace

@@ -10,6 +10,8 @@
 namespace jax_ep {
 namespace {
 
+constexpr Launches<DispatchParams> kLaunches{launch_dispatch, launch_dispatch_nodes, launch_dispatch_latency};
+
 // What both operations take from attributes; x is operand 0, side operand 1, recv_x and recv_side results 0 and 1.
 DispatchParams base_params(const CallAttributes &a, const RankContext &rank, Buffers &b) {
   DispatchParams p{};
@@ -77,7 +79,7 @@ ffi::Error dispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
                       {p.slot_meta, S * K * 4},
                       {p.slot_token, S * 4},
                       {p.recv_side, N * a->side_bytes}});
-  return launch_part("dispatch", part, p, b, stream, launch_dispatch, launch_dispatch_latency);
+  return launch_part("dispatch", part, **rank, *a, p, b, stream, kLaunches);
 }
 
 template <Part part>
@@ -105,7 +107,7 @@ ffi::Error redispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaini
   if (p.recv_weights) p.outputs.add(p.recv_weights, weights_bytes);
   p.call = make_call(**rank, *a, Op::kRedispatch, part, {has_weights},
                      {{p.recv_x, N * a->row_bytes}, {p.recv_weights, weights_bytes}, {}, {}, {p.recv_side, N * a->side_bytes}});
-  return launch_part("redispatch", part, p, b, stream, launch_dispatch, launch_dispatch_latency);
+  return launch_part("redispatch", part, **rank, *a, p, b, stream, kLaunches);
 }
 
 } // namespace

@@ -16,10 +16,10 @@ __device__ __noinline__ void copy_received(const DispatchParams &p, Session &ses
                                            BulkBarrier *bars, unsigned parity) {
   const CallParams &call = p.call;
   auto sends_to = [&](int r) {
-    return call.crosses_once(r, call.peers[r], p.layout) && session.announce_of(r)->is_staged == 0;
+    return !call.is_remote(r) && call.crosses_once(r, call.peers[r], p.layout) && session.announce_of(r)->is_staged == 0;
   };
   auto copies_from = [&](int r) {
-    return call.crosses_once(r, call.peers[r], p.layout) && !call.is_staged_for(r, call.peers[r]);
+    return !call.is_remote(r) && call.crosses_once(r, call.peers[r], p.layout) && !call.is_staged_for(r, call.peers[r]);
   };
   if (!any_pair(call, sends_to, copies_from)) return;
   __threadfence_system(); // this thread's rows and metadata, before the ready flag that the leader stores after the barrier

@@ -43,11 +43,15 @@ struct Destination {
     row = is_entry ? p.dst_row[at] : -1;
     weight = is_entry && p.recv_weights ? p.weights[at] : 0.f;
     if (expert < 0) row = -1, weight = 0.f; // the weight of an entry that is not routed may be anything
+    settle(p, peers, p.slot + int64_t(token) * p.call.num_ranks, lane);
+  }
+  // The rest, from token, expert, row and weight. `slots`: of the token, by rank.
+  __device__ __forceinline__ void settle(const DispatchParams &p, const PeerBuffers *peers, const int32_t *slots, int lane) {
     rank = expert >= 0 ? expert / p.num_local_experts : -1;
     const unsigned same = __match_any_sync(kFullWarp, rank >= 0 ? unsigned(rank) : 0x80000000u | lane);
     is_first = rank >= 0 && (same & ((1u << lane) - 1)) == 0;
     // Token layout: one row per rank, and dst_row equals slot.
-    slot = !is_first ? -1 : p.is_token_layout() ? row : p.slot[int64_t(token) * p.call.num_ranks + rank];
+    slot = !is_first ? -1 : p.is_token_layout() ? row : slots[rank];
     is_kept = row >= 0 && (!p.is_token_layout() || is_first) && peers[rank].is_reachable();
     const unsigned kept = __ballot_sync(kFullWarp, is_kept);
     has_row = is_kept && (!peers[rank].is_other_gpu || (same & kept & ((1u << lane) - 1)) == 0);
@@ -174,8 +178,9 @@ struct ReceivedRows {
           source = num_ranks;
           return {-1, -1, false, true};
         }
-        const Peer &peer = p.call.peers[source];
-        if (!p.call.crosses_once(source, peer, p.layout) || p.call.is_staged_for(source, peer)) continue;
+        const int from = p.call.relay_of(source); // who stored the rows
+        const Peer &peer = p.call.peers[from];
+        if (!p.call.crosses_once(from, peer, p.layout) || p.call.is_staged_for(from, peer)) continue;
         at = p.recv_offsets[source] + warp * kBatch, end = p.recv_offsets[source + 1];
       }
       base = at, at += num_warps * kBatch;

@@ -27,6 +27,7 @@ struct CallParams {
   int64_t side_bytes;      // of what travels beside it
   int32_t force_staged;    // 1: every other rank goes through staging (a test aid)
   int32_t is_direct;       // 1: all of `buffer` lie in the exported pool
+  int32_t chunk_tokens;    // several nodes: of a block in a round, at most; 0: as many as own memory takes
 
   JAX_EP_HD bool is_staged_for(int peer, const Peer &p) const {
     return peer != rank && (force_staged || (!is_direct && !p.same_process));
@@ -35,6 +36,15 @@ struct CallParams {
   // batched layouts). On one GPU the sender stores all copies, which costs one pass over memory less.
   JAX_EP_HD bool crosses_once(int peer, const Peer &p, Layout layout) const {
     return peer != rank && p.is_other_gpu && num_topk > 1 && layout != Layout::kToken;
+  }
+  // Several nodes: rank r is on node r / ranks_per_node. What a rank of another node sends comes through its partner here,
+  // the rank with the same place on this node.
+  JAX_EP_HD int node_of(int r) const { return r / shape.ranks_per_node(); }
+  JAX_EP_HD int first_of_node() const { return shape.has_nodes() ? node_of(rank) * shape.ranks_per_node() : 0; }
+  JAX_EP_HD bool is_remote(int r) const { return shape.has_nodes() && node_of(r) != node_of(rank); }
+  JAX_EP_HD int partner(int node) const { return node * shape.ranks_per_node() + rank % shape.ranks_per_node(); }
+  JAX_EP_HD int relay_of(int source) const {
+    return shape.has_nodes() ? first_of_node() + source % shape.ranks_per_node() : source;
   }
   JAX_EP_HD StagingShape staging() const { return StagingShape{row_bytes, num_topk, side_bytes}; }
 };

@@ -51,6 +51,9 @@ std::string warm_kernels(int device) {
         for (int num_slots : {0, 2})
           if (problem.empty())
             problem = round_trip(device, dtype == DType::kF16 ? Layout::kToken : Layout::kExpert, dtype, bulk, num_slots);
+    // Those over several nodes are loaded and not run: they need a group of two ranks.
+    for (auto load : {load_dispatch_nodes_kernels, load_combine_nodes_kernels, load_test_carrier})
+      if (cudaError_t e = problem.empty() ? load() : cudaSuccess) problem = cudaGetErrorString(e);
   } catch (const std::exception &e) {
     problem = e.what();
   }

@@ -44,7 +44,8 @@ std::string call_python(const BindRequest &request, const ArenaShape &shape) {
   try {
     if (!callback().is_valid() || callback().is_none()) return "SetupError: jax_ep was not imported";
     return nb::cast<std::string>(callback()(request.key, groups, request.num_ranks, shape.count_words,
-                                            shape.staging_bytes, shape.num_slots, request.num_sms,
+                                            shape.staging_bytes, shape.num_slots, shape.num_nodes,
+                                            request.num_sms + request.node_sms,
                                             double(request.setup_timeout_ns) * 1e-9));
   } catch (const std::exception &e) { // nb::python_error holds references: it must die under the lock
     return std::string("SetupError: ") + e.what();
@@ -52,7 +53,7 @@ std::string call_python(const BindRequest &request, const ArenaShape &shape) {
 }
 
 void bind(const std::string &key, const PyGroups &groups, int process, int num_ranks, int count_words,
-          int64_t staging_bytes, int num_slots, int max_num_sms, double timeout_s, const std::vector<std::vector<int>> &gpus) {
+          int64_t staging_bytes, int num_slots, int num_nodes, int max_num_sms, double timeout_s, const std::vector<std::vector<int>> &gpus) {
   BindSpec spec;
   spec.key = key;
   spec.gpus = gpus;
@@ -61,7 +62,7 @@ void bind(const std::string &key, const PyGroups &groups, int process, int num_r
     for (auto [p, d] : group) spec.groups.back().push_back({p, d});
   }
   spec.process = process;
-  spec.shape = ArenaShape{num_ranks, count_words, staging_bytes, num_slots};
+  spec.shape = ArenaShape{num_ranks, count_words, staging_bytes, num_slots, num_nodes};
   spec.max_num_sms = max_num_sms;
   spec.deadline = Clock::now() + std::chrono::nanoseconds(int64_t(timeout_s * 1e9));
   Registry::get().bind(spec);
@@ -81,9 +82,12 @@ bool attach(const std::string &key, int num_sms) {
 
 std::string bind_from_instantiate(const BindRequest &request) noexcept {
   try {
-    if (attach(request.key, int(request.num_sms))) return "";
+    if (attach(request.key, int(request.num_sms + request.node_sms))) return "";
     if (num_devices() == 0) return ""; // compiled here, run elsewhere: execution would say "not bound"
     const int ranks = int(request.num_ranks), experts = int(request.num_experts), topk = int(request.num_topk);
+    if (request.num_nodes > 1)
+      return call_python(request, node_arena_shape(ranks, int(request.num_nodes), experts, request.row_bytes, topk,
+                                                   request.staging_bytes));
     return call_python(request, request.num_slots
                                     ? latency_arena_shape(ranks, experts, request.row_bytes, topk, request.num_tokens,
                                                           int(request.num_slots))
@@ -101,7 +105,7 @@ void export_bind(nb::module_ &m) {
   m.def("set_bind_callback", [](nb::object fn) { callback() = std::move(fn); }, nb::arg("fn").none());
   m.def("bind", &bind, nb::call_guard<nb::gil_scoped_release>(), nb::arg("key"), nb::arg("groups"),
         nb::arg("process"), nb::arg("num_ranks"), nb::arg("count_words"), nb::arg("staging_bytes"),
-        nb::arg("num_slots"), nb::arg("max_num_sms"), nb::arg("timeout_s"), nb::arg("gpus"));
+        nb::arg("num_slots"), nb::arg("num_nodes"), nb::arg("max_num_sms"), nb::arg("timeout_s"), nb::arg("gpus"));
   m.def("attach", &attach, nb::arg("key"), nb::arg("num_sms"), "whether a call site finds its arena bound already");
 }
 

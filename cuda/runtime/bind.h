@@ -14,7 +14,9 @@ struct BindRequest {
   int64_t num_ranks = 0, num_experts = 0, num_topk = 0, row_bytes = 0;
   int64_t staging_bytes = 0;            // throughput mode
   int64_t num_tokens = 0, num_slots = 0; // latency mode; no slots: throughput mode
+  int64_t num_nodes = 1;                // more: staging_bytes are those of the cells
   int64_t num_sms = 0; // 0: the group's default
+  int64_t node_sms = 0; // ... and those of the carrier beside them
   int64_t setup_timeout_ns = 0;
 };
 

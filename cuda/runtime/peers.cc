@@ -29,6 +29,7 @@ Peers::Mapped Peers::map(Clients *clients, int process, int device, const std::s
     request.count_words = shape.count_words;
     request.staging_bytes = shape.staging_bytes;
     request.num_slots = shape.num_slots;
+    request.num_nodes = shape.num_nodes;
     if (key.size() >= sizeof(request.key)) fail("key too long");
     std::memcpy(request.key, key.data(), key.size());
     return client->second.call(request, deadline);

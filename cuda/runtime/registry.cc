@@ -78,7 +78,7 @@ Registry::Arena &Registry::arena(const std::string &key, int device, const Arena
   if (found != arenas_.end()) {
     const ArenaShape &have = found->second.shape;
     if (have.num_ranks != shape.num_ranks || have.count_words != shape.count_words ||
-        have.staging_bytes != shape.staging_bytes || have.num_slots != shape.num_slots) {
+        have.staging_bytes != shape.staging_bytes || have.num_slots != shape.num_slots || have.num_nodes != shape.num_nodes) {
       fail("one key for two arena shapes");
     }
     return found->second;
@@ -123,10 +123,11 @@ Answer Registry::answer(const Request &request) {
       break;
     }
     case Ask::kArena: {
-      const ArenaShape shape{request.num_ranks, request.count_words, request.staging_bytes, request.num_slots};
+      const ArenaShape shape{request.num_ranks, request.count_words, request.staging_bytes, request.num_slots, request.num_nodes};
       if (shape.num_ranks < 1 || shape.num_ranks > kMaxRanks || shape.count_words < 1 ||
           shape.count_words > kMaxCountWords || shape.staging_bytes < 0 ||
-          shape.staging_bytes > (int64_t(1) << 36) || shape.num_slots < 0 || shape.num_slots > kMaxArenaSlots) {
+          shape.staging_bytes > (int64_t(1) << 36) || shape.num_slots < 0 || shape.num_slots > kMaxArenaSlots || shape.num_nodes < 1 ||
+          shape.num_nodes > kMaxNodes || shape.num_ranks % shape.num_nodes) {
         fail("an arena of impossible shape was asked for");
       }
       const Arena &own = arena(request.key, device, shape);
@@ -174,6 +175,10 @@ std::unique_ptr<RankContext> Registry::make_context(const BindSpec &spec, size_t
   context->arena = own.memory.base();
   context->peers = reinterpret_cast<const Peer *>(own.table());
   context->failure = records_.take(context->device);
+  if (spec.shape.has_nodes()) {
+    DeviceGuard guard(context->device);
+    check(make_carrier(&context->carrier), "the stream of a carrier");
+  }
 
   // One word to each peer: a mapping that does not carry a store fails here, at compile time.
   const uint64_t one = 1;
@@ -272,6 +277,7 @@ Stats Registry::stats() {
         s.calls += context->counters->calls.load(std::memory_order_relaxed);
         s.staged_calls += context->counters->staged.load(std::memory_order_relaxed);
         s.vector_calls += context->counters->vector.load(std::memory_order_relaxed);
+        s.rows_put += int64_t(static_cast<volatile FailureRecord *>(context->failure)->rows_put);
         s.dispatch_entered_ns = std::max(s.dispatch_entered_ns, context->counters->entered_ns.load());
       }
     }

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/kernels/carrier.h"
 #include "cuda/layout.h"
 #include "cuda/runtime/memory.h"
 #include "cuda/runtime/peers.h"
@@ -55,6 +56,7 @@ struct RankContext {
   std::vector<uint8_t> same_process; // host copy, [num_ranks]
   const Pool *pool = nullptr;       // own XLA pool; pool->base null when not registered
   FailureRecord *failure = nullptr; // pinned host memory, also readable/writable by the device at this address
+  Carrier carrier{};                // several nodes
   struct Counters;                  // calls, staged calls, calls without bulk copies (atomics, defined in registry.cc)
   int64_t count_call(const CountedCall &call) const; // returns how many calls before this one received
   std::shared_ptr<Counters> counters;
@@ -79,6 +81,7 @@ struct BindSpec {
 struct Stats {
   int64_t groups = 0, arenas = 0, symmetric_bytes = 0, calls = 0, staged_calls = 0, vector_calls = 0;
   int64_t peers_mapped = 0, pools_mapped = 0, pools_registered = 0;
+  int64_t rows_put = 0; // rows and sums that left for other nodes
   int64_t dispatch_entered_ns = 0; // steady clock: the last launch of a dispatch that routes
 };
 

@@ -37,7 +37,7 @@ struct Request {
   int32_t count_words = 0;
   int64_t staging_bytes = 0;
   int32_t num_slots = 0;
-  int32_t reserved = 0;
+  int32_t num_nodes = 1;
   char key[64] = {};         // zero-terminated
 };
 static_assert(sizeof(Request) == 120, "one layout on both ends");

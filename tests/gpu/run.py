@@ -49,6 +49,9 @@ def stages(cache: str) -> list[Stage]:
     some = ("-k", "routings or OtherWays or recorded or vector")
     plan = [Stage("loopback", None, 300, ("test_loopback.py",), NO_XLA)]
     plan += [Stage("loopback latency", None, 200, ("test_loopback_latency.py",), NO_XLA)]
+    plan += [
+        Stage("loopback nodes", None, 300, ("test_loopback_nodes.py",), NO_XLA | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    ]
     plan += [Stage("loopback fuzz", None, 120, ("test_fuzz_loopback.py",), NO_XLA)]
     latency = ("--mode", "latency")
     plan += [Stage("loopback fuzz latency", None, 120, ("test_fuzz_loopback.py", *latency), NO_XLA)]
@@ -62,6 +65,12 @@ def stages(cache: str) -> list[Stage]:
     plan += [Stage("R=4 vector", 4, 200, vector), Stage("R=2 vector", 2, 90, (*vector, *some))]
     plan += [Stage(f"R={r} latency", r, 120, (exchange, *latency, "-k", "TestExchange")) for r in (2, 3, 4, 8)]
     plan += [Stage("R=4 split", 4, 120, (exchange, "--split", "-k", "TestExchange"))]
+    nodes = (exchange, "-k", "TestExchange or used or recorded", "--ranks-per-node")
+    plan += [
+        Stage("R=4 nodes", 4, 150, (*nodes, "2")),
+        Stage("R=8 nodes", 8, 150, (*nodes, "4", "--put-delay", "2e-5")),
+    ]
+    plan += [Stage("R=8 four nodes", 8, 150, (*nodes, "2"))]
     plan += [Stage("R=2 programs", 2, 120, (programs,), alone)]
     plan += [Stage("R=4 programs", 4, 150, (programs, "-k", "not longer"), alone)]
     plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000 and not longer"), alone)]
@@ -74,7 +83,7 @@ def stages(cache: str) -> list[Stage]:
     ]
     # TF32 products, XLA's default for f32, turn a last bit that differs into one of 2^-11, which changes routings.
     exact = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    plan += [Stage("R=8 training", 8, 120, ("test_training_processes.py",), exact)]
+    plan += [Stage("R=8 training", 8, 240, ("test_training_processes.py",), exact)]
     plan += [Stage("R=2 large", 2, 90, ("test_large_processes.py",))]
     # Every launch waits for its kernel, and all code is loaded when the process starts.
     blocking = {"CUDA_LAUNCH_BLOCKING": "1", "CUDA_MODULE_LOADING": "EAGER"}

@@ -7,8 +7,10 @@ handle reuse; straight into the peers' buffers, through staging, and XLA's colle
 
 import dataclasses
 import functools
+import math
 
 import jax
+import numpy as np
 import pytest
 import ranks
 from exchange_cases import ExchangeCases, Inputs, Sizes, check, exchange, make_inputs
@@ -29,19 +31,24 @@ def _program(sizes: Sizes, num_ranks: int):
 
 class _Processes(ExchangeCases):
     config = ranks.CONFIG
-    mode, is_split = "throughput", False
+    mode, is_split, ranks_per_node = "throughput", False, None
 
     @pytest.fixture(autouse=True)
     def _implementation(self, request):
         self.implementation = request.config.getoption("--implementation")
         self.mode, self.is_split = (request.config.getoption(name) for name in ("--mode", "--split"))
-        self.config = dataclasses.replace(self.config, copies=request.config.getoption("--copies"))
+        self.ranks_per_node, delay = (request.config.getoption(name) for name in ("--ranks-per-node", "--put-delay"))
+        self.config = dataclasses.replace(
+            self.config, copies=request.config.getoption("--copies"), put_delay_s=delay, node_chunk=3 if delay else None
+        )
 
     def run(self, sizes, topk_idx, seed=0):
         if sizes.num_ranks > jax.device_count():
             pytest.skip(f"needs {sizes.num_ranks} ranks")
         sizes = dataclasses.replace(sizes, implementation=self.implementation, config=self.config)
         sizes = dataclasses.replace(sizes, mode=self.mode, is_split=self.is_split)
+        if self.ranks_per_node:
+            sizes = dataclasses.replace(sizes, ranks_per_node=math.gcd(sizes.num_ranks, self.ranks_per_node))
         on = ranks.mesh(sizes.num_ranks)
         inputs, oracle = make_inputs(sizes, topk_idx, seed)
         result = None
@@ -56,7 +63,28 @@ class _Processes(ExchangeCases):
 
 
 class TestExchange(_Processes):
-    """The default: straight into the peers' buffers where that is safe."""
+    """The default: straight into the peers' buffers where that is safe. --ranks-per-node: over the test transport."""
+
+    def test_one_put_per_token_and_node(self):
+        """Over all ranks; every rank puts the rows of its tokens, and the sums of its partners'."""
+        if not self.ranks_per_node or self.implementation != "cuda":
+            return  # one node puts nothing: test_puts_were_used_if_asked_for
+        num_ranks = jax.device_count()
+        sizes = Sizes(num_ranks, 3 * num_ranks, num_tokens=65, ranks_per_node=self.ranks_per_node)
+        idx = self.routing("masked", sizes)
+        per_node = math.gcd(num_ranks, self.ranks_per_node)
+        experts_per_node = sizes.num_experts // num_ranks * per_node
+        is_routed = (idx >= 0) & (idx < sizes.num_experts)
+        node = np.where(is_routed, idx // experts_per_node, -1)
+        others = [n for n in range(num_ranks // per_node)]
+        crossing = sum(
+            int((node[rank] == n).any(-1).sum()) for rank in range(num_ranks) for n in others if n != rank // per_node
+        )
+        before = jax_ep.debug.stats()["rows_put"]
+        self.run(sizes, idx)
+        put = sum(ranks.exchange(jax_ep.debug.stats()["rows_put"] - before))
+        # dispatch, redispatch of x2, and combine's sum forward; their gradients: two combines, one or two redispatches.
+        assert put > 0 and put % crossing == 0, (put, crossing)
 
 
 @pytest.mark.parametrize("layout", ["expert", "token", "batched"])
@@ -89,6 +117,11 @@ class TestOtherWays:
 
 def test_no_failure_was_recorded():
     jax_ep.check()
+
+
+def test_puts_were_used_if_asked_for(request):
+    nodes = request.config.getoption("--ranks-per-node") is not None
+    assert (jax_ep.debug.stats()["rows_put"] > 0) == (nodes and request.config.getoption("--implementation") == "cuda")
 
 
 def test_vector_copies_were_used_if_asked_for(request):

@@ -54,6 +54,10 @@ class Case:
     unusual: bool = False  # values: see `unusual`
     slots: int = 0  # latency mode, with so many slots
     split: bool = False  # start and done by themselves
+    nodes: int = 1  # over the test transport
+    carriers: int = 1
+    chunk: int = 0  # tokens of a block at a time, at most
+    put_delay_ns: int = 0  # at most; then in any order, too
 
     @property
     def rows(self):
@@ -109,7 +113,9 @@ def _expected(case: Case, i: dict) -> tuple[dict, dict]:
         want["recv_side"] = testing.oracle_redispatch(given, side)
     want["second"] = testing.oracle_redispatch(given, sent(i["x2"])[0])
     factors = i["y_weights"] if case.weights and case.layout != "token" else None
-    want["out"] = testing.oracle_combine(given, i["y"], factors, i["bias"] if case.bias else None, case.wire)
+    want["out"] = testing.oracle_combine(
+        given, i["y"], factors, i["bias"] if case.bias else None, case.wire, ranks_per_node=case.ranks // case.nodes
+    )
     if case.weights:
         want["recv_weights"] = given.weights
         want["out_scalars"] = np.zeros(i["topk_idx"].shape, np.float32)
@@ -127,6 +133,7 @@ def make(case: Case, timeout_s: float = 20.0):
         use_bulk=case.bulk, force_staged=case.staged, num_sms=case.sms, staging_bytes=case.staging_bytes,
         timeout_s=timeout_s, side_bytes=case.side, window=case.window, quantize=QUANTIZE[case.quantize],
         wire=QUANTIZE[case.wire], crosses_once=case.crosses_once, num_slots=case.slots,
+        num_nodes=case.nodes, num_carriers=case.carriers, chunk_tokens=case.chunk, max_delay_ns=case.put_delay_ns,
     )  # fmt: skip
 
 
@@ -190,8 +197,9 @@ def same(got, want, name):
 def check(case: Case, ranks, seed: int, delays=()):
     # Copies, paths, modes and numbers of blocks make no difference.
     plain = dataclasses.replace(
-        case, bulk=True, staged=False, sms=1, staging_bytes=0, crosses_once=False, slots=0, split=False
-    )
+        case, bulk=True, staged=False, sms=1, staging_bytes=0, crosses_once=False, slots=0, split=False, carriers=1,
+        chunk=0, put_delay_ns=0,
+    )  # fmt: skip
     data, want = expected(plain, seed)
 
     def put(name, value):

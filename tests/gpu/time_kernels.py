@@ -48,6 +48,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     lists.add_argument("--wire", type=_list(str), default=("none",), help="of combine: none, fp8_wire")
     lists.add_argument("--ops", type=_list(str), default=tuple(OPS), help=", ".join(OPS))
     parser.add_argument("--slots", type=int, default=0, help="latency mode, with so many slots; 0: throughput mode")
+    lists.add_argument("--nodes", type=_list(int), default=(1,), help="over the test transport, nothing delayed")
+    parser.add_argument("--carriers", type=int, default=4, help="of several nodes: SMs of a rank beside --sms")
     parser.add_argument("--bulk", choices=("yes", "no", "both"), default="yes", help="copies by the copy engine")
     own = parser.add_argument_group("instead of the workload's own")
     own.add_argument("--quantize", choices=QUANTIZE[:3], help="in dispatch")
@@ -70,7 +72,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure(loopback, args, workload: Workload, on: tuple[int, int], layout: str, wire: str, use_bulk: bool) -> dict:
+def measure(loopback, args, workload: Workload, on: tuple[int, int], layout: str, wire: str, use_bulk: bool,
+            nodes: int = 1) -> dict:  # fmt: skip
     """Capacity of one combination, and (us, GB/s) of each operation. `loopback`: `jax_ep._cuda.Loopback`."""
     num_ranks, num_sms = on
     idx = workloads.topk_idx(workload, num_ranks)
@@ -85,6 +88,7 @@ def measure(loopback, args, workload: Workload, on: tuple[int, int], layout: str
         capacity=capacity, layout=LAYOUTS.index(layout), dtype=DTYPES[workload.dtype], zero_tail=args.zero_tail,
         has_weights=args.weights, use_bulk=use_bulk, num_sms=num_sms, side_bytes=side,
         quantize=QUANTIZE.index(quantize), wire=QUANTIZE.index(wire), num_slots=args.slots,
+        num_nodes=nodes, num_carriers=args.carriers, **(dict(staging_bytes=64 << 20) if nodes > 1 else {}),
     )  # fmt: skip
     for rank in range(num_ranks):
         ranks.write("topk_idx", rank, idx[rank].tobytes())
@@ -115,16 +119,17 @@ def main(argv: list[str] | None = None, loopback=None) -> None:
     copies = {"yes": (True,), "no": (False,), "both": (True, False)}[args.bulk]
     on = args.on or tuple(itertools.product(args.ranks, args.sms))
     print(COLUMNS + "".join(f"{op:>10}{'GB/s':>7}" for op in args.ops))
-    for name, tokens, where, layout, wire, use_bulk in itertools.product(
-        args.workload, args.tokens, on, args.layout, args.wire, copies
+    for name, tokens, where, layout, wire, use_bulk, nodes in itertools.product(
+        args.workload, args.tokens, on, args.layout, args.wire, copies, args.nodes
     ):
         workload = workloads.custom(
             WORKLOADS[name], num_tokens=tokens, hidden=args.hidden, num_topk=args.topk, num_experts=args.experts,
             dtype=args.dtype, routing=args.routing,
         )  # fmt: skip
-        got = measure(loopback, args, workload, where, layout, wire, use_bulk)
+        got = measure(loopback, args, workload, where, layout, wire, use_bulk, nodes)
         start = f"{name:<8}{where[0]:>3}{where[1]:>5}{workload.num_tokens:>8} {layout:<9}"
         start += f"{'bulk' if use_bulk else 'vector':<8}{wire:<10}{got['capacity']:>9}"
+        start += f" {nodes} nodes" if nodes > 1 else ""
         times = (f"{got[op][0]:>10.1f}{got[op][1]:>7.0f}" if op in got else f"{'-':>10}{'-':>7}" for op in args.ops)
         print(start + "".join(times), flush=True)
 

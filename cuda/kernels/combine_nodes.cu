@@ -1,0 +1,115 @@
+// Combine over several nodes: the rounding tree has one level more (docs/concepts.md), and one sum per token and node
+// crosses between nodes.
+//
+// Steps of combine_peer.cu, with these differences:
+//   2 agree    announces go to ranks of other nodes as puts; only ranks of the node claim each other's buffers
+//   3          none: a rank whose buffers its node cannot reach is refused
+//   4 pull     round by round each block asks its partners, answers theirs, and adds up the nodes' sums (node_combine.cuh)
+#include "cuda/kernels/node_combine.cuh"
+
+namespace jax_ep {
+namespace {
+
+using namespace combine_steps;
+
+struct NodesPlan {
+  Plan plan;
+  GatherPlan last;
+  NodePlan nodes;
+};
+
+template <DType kType, bool kBulk, bool kWire>
+__global__ void __launch_bounds__(kThreads, 1)
+    combine_nodes_kernel(const __grid_constant__ CombineParams p, const __grid_constant__ NodesPlan plans) {
+  extern __shared__ __align__(128) char shared[];
+  const Plan &plan = plans.plan;
+  Session session(p.call);
+  if (session.is_broken()) { // a call before this one failed
+    poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
+    if (session.is_leader()) session.dismiss_carrier();
+    return;
+  }
+  PeerBuffers *peers = reinterpret_cast<PeerBuffers *>(shared + plan.table);
+  if (kBulk && threadIdx.x < 2 * kWarps) bulk_init(reinterpret_cast<BulkBarrier *>(shared + plan.bars) + threadIdx.x);
+  bulk_fence(); // y was written through the generic proxy, by an earlier kernel
+  __syncthreads();
+  unsigned parity = 0;
+  bool ok = true;
+  // 1 reduce
+  if (p.partial) {
+    reduce_slots<kType, kBulk, kWire>(p, plan, shared, kWire ? 0 : 2, parity);
+    ok = session.grid_barrier(); // all partials written; the leader's announce publishes them
+  }
+  // 2 agree
+  if (ok && session.is_leader() && session.has_handle(p.recv_offsets)) {
+    session.announce(nullptr, 0);
+    session.agree();
+  }
+  ok = ok && session.grid_barrier();
+  if (ok) {
+    fill_peer_buffers(p.call, session, peers);
+    __syncthreads();
+    bulk_fence(); // peers wrote their rows through the generic proxy; we acquired them and now bulk-load
+    // 4 pull
+    NodeLinks links(p.call, session, plans.nodes, p.num_tokens);
+    const NodeSums sums{p, plan, plans.last, shared, peers, links};
+    const int rounds = plans.nodes.rounds;
+    for (int round = 0; round < 2 && round < rounds; ++round) ask_round(p, links, round);
+    ok = rounds == 0 || answer_round<kType, kBulk, kWire>(sums, 0, parity);
+    for (int round = 0; round < rounds && ok; ++round) {
+      if (round + 1 < rounds) ok = answer_round<kType, kBulk, kWire>(sums, round + 1, parity);
+      ok = ok && finish_round<kType, kBulk, kWire>(sums, round, parity);
+      if (ok && round + 2 < rounds) ask_round(p, links, round + 2);
+    }
+  }
+  // 5 leave
+  const bool is_complete = session.leave();
+  if (!session.is_leader()) return;
+  if (!is_complete) poison(p.outputs, threadIdx.x, kThreads);
+  if (threadIdx.x == 0 && is_complete) p.call.failure->rows_put = session.control().rows_put; // all blocks' counts are in
+  session.dismiss_carrier();
+}
+
+using Kernel = void (*)(CombineParams, NodesPlan);
+template <bool kBulk, bool kWire> Kernel kernel_of(DType type) {
+  switch (type) {
+    case DType::kBF16: return combine_nodes_kernel<DType::kBF16, kBulk, kWire>;
+    case DType::kF16: return combine_nodes_kernel<DType::kF16, kBulk, kWire>;
+    case DType::kF32: return combine_nodes_kernel<DType::kF32, kBulk, kWire>;
+    case DType::kOpaque: break;
+  }
+  return nullptr;
+}
+Kernel kernel_for(DType type, bool use_bulk, bool is_wire) {
+  if (is_wire) return use_bulk ? kernel_of<true, true>(type) : kernel_of<false, true>(type);
+  return use_bulk ? kernel_of<true, false>(type) : kernel_of<false, false>(type);
+}
+
+} // namespace
+
+cudaError_t launch_combine_nodes(CombineParams p, cudaStream_t stream) {
+  if (p.num_blocks < 1 || p.num_blocks > kMaxNodeBlocks || p.call.shape.num_nodes > kMaxNodes) return cudaErrorInvalidConfiguration;
+  NodesPlan plans{};
+  plans.plan = make_plan(p, [&](int64_t room, auto pieces) {
+    const int nodes = p.call.shape.num_nodes;
+    plans.last = GatherPlan::make(p.y_bytes, kVectorUnit, nodes, pieces(p.y_bytes, nodes), kWarps, room, p.use_bulk);
+    return plans.last.shared_bytes();
+  });
+  plans.nodes = make_node_plan(p.call, p.y_bytes, 0, true, p.num_tokens, p.num_blocks);
+  const Kernel kernel = kernel_for(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
+  if (!kernel || plans.plan.pull.num_warps < 1 || plans.last.num_warps < 1 || plans.nodes.tokens < 1 ||
+      (has_partials(p.layout, p.quantize) && plans.plan.reduce.num_warps < 1))
+    return cudaErrorInvalidConfiguration;
+  p.call.tag = tag_with(tag_with(p.call.tag, p.num_blocks), plans.nodes.tokens); // blocks and rounds go in pairs
+  kernel<<<p.num_blocks, kThreads, plans.plan.bytes, stream>>>(p, plans);
+  return cudaGetLastError();
+}
+
+cudaError_t load_combine_nodes_kernels() {
+  cudaError_t e = cudaSuccess;
+  for (DType type : {DType::kBF16, DType::kF16, DType::kF32})
+    for (int variant = 0; variant < 4 && !e; ++variant) e = load_kernel(kernel_for(type, variant / 2, variant % 2), variant / 2);
+  return e;
+}
+
+} // namespace jax_ep

@@ -1,0 +1,170 @@
+// Dispatch over nodes: a token goes once to each other node that it reaches, with its side, weights, and the rows that it
+// becomes there; the partner there stores it to those rows, as a source does with its own tokens.
+#pragma once
+
+#include "cuda/kernels/move.cuh"
+#include "cuda/kernels/nodes.cuh"
+
+namespace jax_ep {
+
+// The tokens of a round to the chunks of other nodes, as rows that move: a row is read once, and stored to each chunk.
+template <bool kQuantizes> struct PutRows {
+  struct Item { int token, place; }; // lane n: the place in the chunk for node n, -1: none
+  static constexpr bool kQuantize = kQuantizes;
+  const DispatchParams &p;
+  const NodeLinks &links;
+  int round, first, index, step, size;
+
+  __device__ PutRows(const DispatchParams &p_, const NodeLinks &links_, int round_, int num_warps)
+      : p(p_), links(links_), round(round_), index(int(threadIdx.x / kWarpSize)), step(num_warps) {
+    const TokenRange range = links.tokens(round);
+    first = range.begin, size = range.end - range.begin;
+  }
+  __device__ Item next(int lane) {
+    for (; index < size; index += step) {
+      const bool is_other = lane < links.num_nodes && lane != links.own;
+      const int place = is_other ? links.places(round, lane)[index] : -1;
+      if (!__any_sync(kFullWarp, place >= 0)) continue;
+      const Item item{first + index, place};
+      index += step;
+      return item;
+    }
+    return {INT_MAX, -1};
+  }
+  __device__ bool is_end(const Item &item) const { return item.token == INT_MAX; }
+  __device__ int bytes() const { return int(p.x_bytes); }
+  __device__ const char *src(const Item &item) const { return p.x + item.token * p.x_bytes; }
+  __device__ char *dst(const Item &item) const {
+    if (item.place < 0) return nullptr;
+    return links.record(links.records_out(round, int(threadIdx.x % kWarpSize)), item.place);
+  }
+  __device__ void finish(const Item &item, const char *scales, int lane) const {
+    char *record = dst(item);
+    const int64_t side_bytes = p.call.side_bytes;
+    if (p.recv_side)
+      copy_side(kQuantize ? scales : p.side + item.token * side_bytes,
+                record ? record + links.plan.cell.side() : nullptr, side_bytes, lane);
+    const int64_t at = int64_t(item.token) * p.call.num_topk + lane;
+    const bool is_entry = lane < p.call.num_topk;
+    const int expert = is_entry ? p.topk_clean[at] : -1, row = is_entry && expert >= 0 ? p.dst_row[at] : -1;
+    const float weight = is_entry && expert >= 0 && p.recv_weights ? p.weights[at] : 0.f;
+    for (unsigned left = __ballot_sync(kFullWarp, record != nullptr); left; left &= left - 1) {
+      const int node = __ffs(left) - 1;
+      char *line = reinterpret_cast<char *>(__shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(record), node)) +
+                   links.plan.cell.line();
+      links.write_line(line, node, item.token, expert, row, weight, p.slot + int64_t(item.token) * p.call.num_ranks,
+                       p.num_local_experts);
+    }
+  }
+};
+
+// The chunks of a round that came from other nodes, to their rows on this one.
+template <bool kRoute> struct HandedRows {
+  struct Item {
+    Destination to;
+    const char *record; // null: past the last
+  };
+  static constexpr bool kQuantize = false;
+  const DispatchParams &p;
+  const PeerBuffers *peers;
+  const NodeLinks &links;
+  int round, node = -1, index = 0, count = 0, step;
+
+  __device__ HandedRows(const DispatchParams &p_, const PeerBuffers *peers_, const NodeLinks &links_, int round_, int num_warps)
+      : p(p_), peers(peers_), links(links_), round(round_), step(num_warps) {}
+  __device__ Item next(int lane) {
+    const NodeCell &cell = links.plan.cell;
+    Item item{};
+    while (true) {
+      while (index >= count) {
+        if (++node >= links.num_nodes) {
+          node = links.num_nodes;
+          return item;
+        }
+        if (node == links.own) continue;
+        index = int(threadIdx.x / kWarpSize);
+        count = min(NodeLinks::count_of(links.records_in(round, node)), links.plan.tokens);
+      }
+      item.record = links.record(links.records_in(round, node), index);
+      index += step;
+      const char *line = item.record + cell.line();
+      const bool is_entry = lane < cell.num_topk;
+      item.to.token = *reinterpret_cast<const int32_t *>(line + cell.line_token());
+      item.to.expert = is_entry ? reinterpret_cast<const int32_t *>(line)[lane] : -1;
+      item.to.row = is_entry ? reinterpret_cast<const int32_t *>(line + cell.line_rows())[lane] : -1;
+      item.to.weight = is_entry ? reinterpret_cast<const float *>(line + cell.line_weights())[lane] : 0.f;
+      const int32_t *slots = reinterpret_cast<const int32_t *>(line + cell.line_slots()) - p.call.first_of_node();
+      item.to.settle(p, peers, slots, lane);
+      const bool has_slot = kRoute && item.to.slot >= 0;
+      if (__any_sync(kFullWarp, item.to.is_kept || has_slot)) return item;
+      item.record = nullptr;
+    }
+  }
+  __device__ bool is_end(const Item &item) const { return item.record == nullptr; }
+  __device__ int bytes() const { return int(p.call.row_bytes); }
+  __device__ const char *src(const Item &item) const { return item.record; }
+  __device__ char *dst(const Item &item) const {
+    return item.to.has_row ? peers[item.to.rank].at[kRows] + item.to.row * p.call.row_bytes : nullptr;
+  }
+  __device__ void finish(const Item &item, const char *, int lane) const {
+    const int64_t side = p.call.side_bytes;
+    if (p.recv_side)
+      copy_side(item.record + links.plan.cell.side(),
+                item.to.has_row ? peers[item.to.rank].at[kSide] + item.to.row * side : nullptr, side, lane);
+    send_scalars<kRoute>(p, peers, item.to, lane);
+  }
+};
+
+// Moves with whichever copies the kernel has.
+template <bool kBulk, class Source>
+__device__ __forceinline__ void move_rows(const DispatchParams &p, const MovePlan &plan, char *room, BulkBarrier *bars,
+                                          unsigned &parity, Source source) {
+  if constexpr (kBulk) parity = move_rows_bulk(p, plan, room, bars, parity, source);
+  else move_rows_vector(p, plan, room, source);
+}
+
+// Fills this block's chunks of the round and has them put. False: leave. A function of its own, as the next.
+template <bool kRoute, bool kBulk, bool kQuantize>
+__device__ __noinline__ bool put_round(const DispatchParams &p, const MovePlan &plan, char *room, BulkBarrier *bars,
+                                       unsigned &parity, NodeLinks &links, int round) {
+  // The partners have handed on what lay in this parity's cells before, so it was carried, too.
+  if (round >= 2 && !links.wait(kReturned, round - 2)) return false;
+  const int rows = links.place(round, [&](int token) {
+    unsigned reached = 0;
+    for (int k = 0; k < p.call.num_topk; ++k) {
+      const int64_t at = int64_t(token) * p.call.num_topk + k;
+      const int expert = p.topk_clean[at];
+      if (expert < 0) continue;
+      const int rank = expert / p.num_local_experts;
+      // When routing, a slot without a row (all dropped) still gets its metadata.
+      const bool goes = kRoute && !p.is_token_layout() ? p.slot[int64_t(token) * p.call.num_ranks + rank] >= 0
+                                                       : p.dst_row[at] >= 0;
+      reached |= goes ? 1u << p.call.node_of(rank) : 0u;
+    }
+    return reached;
+  });
+  if (threadIdx.x == 0) links.count_rows(rows);
+  move_rows<kBulk>(p, plan, room, bars, parity, PutRows<kQuantize>(p, links, round, plan.num_warps));
+  const NodeCell &cell = links.plan.cell;
+  const int64_t out = cell.out(links.plan.tokens), in = cell.in(links.plan.tokens);
+  links.put(kArrived, round, out, in, [&](int n) {
+    return NodeCell::kHeader + NodeLinks::count_of(links.records_out(round, n)) * cell.record_bytes();
+  });
+  return true;
+}
+
+// Waits for the chunks of the round from all other nodes and hands them on. False: leave.
+template <bool kRoute, bool kBulk>
+__device__ __noinline__ bool hand_on_round(const DispatchParams &p, const PeerBuffers *peers, const MovePlan &plan, char *room,
+                                           BulkBarrier *bars, unsigned &parity, NodeLinks &links, int round) {
+  if (!links.wait(kArrived, round)) return false;
+  bulk_fence(); // records came through the generic proxy, or a network card; acquired by the wait
+  move_rows<kBulk>(p, plan, room, bars, parity, HandedRows<kRoute>(p, peers, links, round, plan.num_warps));
+  if (round + 2 < links.plan.rounds) // the cells are read; those of the last rounds go back with finish
+    links.put(kReturned, round, 0, 0, [](int) { return int64_t(0); });
+  else
+    __syncthreads(); // stages are free for the next move
+  return true;
+}
+
+} // namespace jax_ep
