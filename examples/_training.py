@@ -56,8 +56,7 @@ def make_model_parser(doc: str) -> argparse.ArgumentParser:
     add(
         "--layout",
         choices=nn.LAYOUTS,
-        default=nn.DEFAULT_LAYOUT,
-        help="how rows reach the experts; default %(default)s",
+        help="how rows reach the experts; default: batched, or expert where no capacity is set",
     )
     add("--capacity-factor", type=float, default=2.0, help="rows kept over the mean; 0: worst case, no drops")
     add("--quantize", action="store_true", help="rows cross in FP8, both ways; the gradients' do not")

@@ -28,7 +28,6 @@ from jax_ep.quantize import Quantized
 
 ACTIVATIONS = ("swiglu", "gelu")
 LAYOUTS = ("expert", "token", "batched")
-DEFAULT_LAYOUT = "expert"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,9 @@ class MoEConfig:
       axis_name: mesh axis, or axes, over which the experts are spread.
       data_axes: further mesh axes over which tokens are split; the experts are replicated over them.
       layout: how rows arrive. `"expert"`: sorted by expert, for a grouped matrix product. `"batched"`: equally many
-        rows for each local expert, for a batched one. `"token"`: one row per token; the layer sorts them.
+        rows for each local expert, for a batched one. `"token"`: one row per token; the layer sorts them. None (what
+        it then is stands in the attribute): "batched" with a capacity or capacity_factor, which is the fastest on
+        an H200 (docs/performance.md, W8), and "expert" without, where "batched" would have no bounds worth having.
       capacity: rows that a rank receives ("batched": that each of its experts does); rows beyond it are dropped and
         counted in `MoEAux.num_dropped`. None, without capacity_factor too: the worst case, which drops nothing. In
         layout "batched" that is `num_ranks * num_tokens` rows for *each* local expert, num_local_experts /
@@ -74,7 +75,7 @@ class MoEConfig:
     normalize_weights: bool = True
     axis_name: str | tuple[str, ...] = "expert"
     data_axes: tuple[str, ...] = ()
-    layout: str = DEFAULT_LAYOUT
+    layout: str | None = None
     capacity: int | None = None
     capacity_factor: float | None = None
     expert_alignment: int = 1
@@ -89,6 +90,9 @@ class MoEConfig:
     def __post_init__(self):
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"MoEConfig: got activation={self.activation!r}, expected one of {ACTIVATIONS}")
+        if self.layout is None:
+            has_capacity = self.capacity is not None or self.capacity_factor is not None
+            object.__setattr__(self, "layout", "batched" if has_capacity else "expert")
         if self.layout not in LAYOUTS:
             raise ValueError(f"MoEConfig: got layout={self.layout!r}, expected one of {LAYOUTS}")
         if self.capacity_factor is not None and self.capacity is not None:

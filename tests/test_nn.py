@@ -187,6 +187,8 @@ def test_capacity_factor():
     assert dataclasses.replace(CONFIG, capacity=7).num_rows(6, 2) == 7 and CONFIG.num_rows(6, 2) is None
     replicated = dataclasses.replace(CONFIG, layout="batched", num_physical_experts=6, capacity_factor=1.0)
     assert replicated.num_rows(6, 2) == 4
+    chosen = (None, None), (7, None), (None, 1.5)  # capacity, capacity_factor: the layout that is not said
+    assert [MoEConfig(8, 8, 4, capacity=c, capacity_factor=f).layout for c, f in chosen] == ["expert"] + 2 * ["batched"]
 
 
 def test_capacity_drops_rows_of_each_expert(make_mesh):
