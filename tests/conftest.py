@@ -96,3 +96,19 @@ def make_mesh():
 def num_ranks(request):
     """The group sizes that the suite runs; 3 is there because nothing may need a power of two."""
     return request.param
+
+
+@pytest.fixture
+def usable(monkeypatch):
+    """CUDA as if every rank could use it; records what set-up was asked for."""
+    from jax_ep import bootstrap, lowering  # not before pytest_configure has set JAX's environment
+
+    asked = []
+    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None, num_nodes=1: "")
+    monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None, num_nodes=1: asked.append((groups, config)))
+    monkeypatch.setattr(bootstrap, "bind", lambda *call_site: asked.append(call_site))
+    monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20, 0, 1))
+    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1], 1))
+    monkeypatch.setattr(lowering._ffi, "node_arena_shape", lambda *sizes: (8, sizes[-1], 0, sizes[1]))
+    monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
+    return asked

@@ -13,56 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lowered_calls import IDX, W, X, calls, layer, lowered, numbers_of
 
 import jax_ep
 from jax_ep import bootstrap, lowering, testing, tuning
-
-X, IDX, W = np.zeros((2, 4, 16), np.float32), np.zeros((2, 4, 2), np.int32), np.zeros((2, 4, 2), np.float32)
-
-
-def layer(x, idx, w, **kwargs):
-    """A dispatch with weights, a second tensor, and a weighted sum with bias, backward included."""
-
-    def loss(x, w):
-        recv = jax_ep.dispatch(x, idx, w, num_experts=4, axis_name="ep", **kwargs)
-        again = jax_ep.dispatch(x, handle=recv.handle)
-        is_token = kwargs.get("layout", "expert") == "token"
-        y = recv.x + again.x
-        out = jax_ep.combine(y, recv.handle, weights=None if is_token else recv.weights, bias=x)
-        return jnp.sum(out) + jnp.sum(recv.weights)
-
-    return jax.value_and_grad(loss, (0, 1))(x, w)
-
-
-def lowered(mesh, **kwargs):
-    program = testing.on_ranks(lambda *a: layer(*a, **kwargs), mesh)
-    return program.trace(X, IDX, W).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.fixture
-def usable(monkeypatch):
-    """CUDA as if every rank could use it; records what set-up was asked for."""
-    asked = []
-    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None, num_nodes=1: "")
-    monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None, num_nodes=1: asked.append((groups, config)))
-    monkeypatch.setattr(bootstrap, "bind", lambda *call_site: asked.append(call_site))
-    monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20, 0, 1))
-    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1], 1))
-    monkeypatch.setattr(lowering._ffi, "node_arena_shape", lambda *sizes: (8, sizes[-1], 0, sizes[1]))
-    monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
-    return asked
-
-
-def calls(text):
-    """(target, operand types, result types, attributes text) of every custom call of ours."""
-    found = []
-    for line in text.splitlines():
-        match = re.search(r"custom_call @(jax_ep_\w+)\(.*?\) \{(.*)\} : \((.*)\) -> (.*)$", line)
-        if match:
-            target, attributes, operands, results = match.groups()
-            types = lambda s: re.findall(r"tensor<([^>]*)>", s)
-            found.append((target, types(operands), types(results), attributes))
-    return found
 
 
 def test_results_stand_behind_a_barrier(make_mesh, usable):
@@ -232,10 +186,6 @@ def test_default_num_sms(make_mesh, usable, monkeypatch):
 LATENCY_TARGETS = {f"jax_ep_{op}_latency" for op in ("dispatch", "redispatch", "combine")}
 
 
-def numbers_of(attributes):
-    return {name: int(n) for name, n in re.findall(r"(\w+) = (-?\d+) : i64", attributes)}
-
-
 @pytest.mark.parametrize("layout", ["expert", "token"])
 def test_latency_mode(make_mesh, usable, layout):
     """Targets of their own with the operands and results of throughput mode, except combine's partial sums."""
@@ -346,8 +296,8 @@ def test_halves_share_no_arena_with_fused_calls(make_mesh, usable):
     """Fused calls in an arena of two slots wait for no credit, which a start in between would need."""
     config = jax_ep.Config(max_pending=1)
     keys = {}
-    for layer in (split_layer, lambda *args, **kwargs: split_layer(*args, **kwargs, mode="latency")):
-        for target, *_, attributes in split_calls(make_mesh(2), layer, config=config):
+    for halved in (split_layer, lambda *args, **kwargs: split_layer(*args, **kwargs, mode="latency")):
+        for target, *_, attributes in split_calls(make_mesh(2), halved, config=config):
             keys.setdefault(target.rpartition("_")[2], set()).add(re.search(r'key = "(\w+)"', attributes)[1])
     assert keys["start"] == keys["done"] and not keys["start"] & keys["latency"]
 
@@ -360,8 +310,8 @@ def test_no_half_is_alone(make_mesh, usable):
         "checkpoint": remat(None),
         "names": remat(jax.checkpoint_policies.save_only_these_names("jax_ep_handle")),
     }
-    for name, layer in layers.items():
-        count = collections.Counter(target for target, *_ in split_calls(make_mesh(2), layer))
+    for name, halved in layers.items():
+        count = collections.Counter(target for target, *_ in split_calls(make_mesh(2), halved))
         halves = {target: n for target, n in count.items() if target.endswith(("start", "done"))}
         assert set(halves.values()) == {1} and len(halves) == 6, (name, count)
 
@@ -435,55 +385,6 @@ def test_falls_back_with_one_logged_line(make_mesh, monkeypatch, caplog):
         assert not calls(lowered(make_mesh(2)))
     (message,) = [r.getMessage() for r in caplog.records if "a reason of this test" in r.getMessage()]
     assert message.startswith("using the pure-JAX implementation")
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (dict(ranks_per_node=1, staging="always"), "nothing is staged"),
-        (dict(ranks_per_node=1, num_sms=65), "at most 64 SMs"),
-    ],
-)
-def test_what_nodes_the_kernels_do_not_serve(make_mesh, usable, caplog, changes, expected):
-    """ "cuda" says why, None falls back with one line before set-up is asked."""
-    nodes = jax_ep.Config(**changes)
-    with caplog.at_level(logging.WARNING, logger="jax_ep"):
-        assert not calls(lowered(make_mesh(2), config=nodes))
-    (message,) = [r.getMessage() for r in caplog.records if re.search(expected, r.getMessage())]
-    assert message.startswith("using the pure-JAX implementation") and "splits 2 ranks into 2 nodes" in message
-    with pytest.raises(NotImplementedError, match=rf'implementation="cuda".*{expected}.*use implementation="xla"'):
-        lowered(make_mesh(2), config=nodes, implementation="cuda")
-    assert not calls(lowered(make_mesh(2), config=nodes, implementation="xla")) and not usable
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node", "expected"), [(5, 2, "as many ranks on every node"), (66, 2, "at most 32")]
-)
-def test_how_many_nodes_the_kernels_serve(num_ranks, ranks_per_node, expected):
-    spec = jax_ep.layout.Spec(
-        ("ep",), num_ranks, num_ranks, "expert", 8, 1, True, "auto", None, jax_ep.Config(ranks_per_node=ranks_per_node)
-    )
-    assert expected in lowering._not_over_nodes(lowering.Call("dispatch", "", (), (), spec, None))
-
-
-def test_latency_mode_over_nodes_is_refused(make_mesh, usable):
-    nodes = jax_ep.Config(ranks_per_node=1)
-    with pytest.raises(NotImplementedError, match="no latency mode over nodes yet"):
-        lowered(make_mesh(2), config=nodes, implementation="cuda", mode="latency")
-    assert all(name != "jax_ep_dispatch_latency" for name, *_ in calls(lowered(make_mesh(2), config=nodes)))
-
-
-def test_several_nodes(make_mesh, usable):
-    """The attributes of nodes, their own arena, and SMs for carriers; as many ranks a node as there are is one node."""
-    config = jax_ep.Config(ranks_per_node=1, num_sms=9, node_sms=3, node_chunk=50, node_bytes=1 << 22, put_delay_s=2e-6)
-    (name, _, _, attributes), *_ = calls(lowered(make_mesh(2), config=config, implementation="cuda"))
-    wanted = dict(num_nodes=2, num_carriers=3, chunk_tokens=50, put_delay_ns=2000, staging_bytes=1 << 22, num_sms=9)
-    assert name == "jax_ep_dispatch" and wanted.items() <= numbers_of(attributes).items()
-    assert {c[2:-1] for c in usable if len(c) == 9} == {(2, 8, 1 << 22, 0, 2, 12)}  # the carriers count, too
-    for ranks_per_node in (2, 3):
-        plain = jax_ep.Config(ranks_per_node=ranks_per_node)
-        for *_, attributes in calls(lowered(make_mesh(2), config=plain, implementation="cuda")):
-            assert numbers_of(attributes)["num_nodes"] == 1
 
 
 def test_xla_is_never_replaced(make_mesh, usable):

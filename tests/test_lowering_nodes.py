@@ -1,0 +1,59 @@
+"""How calls over several nodes become CUDA custom calls, when they do not, and why: read in the lowered text."""
+
+import logging
+import re
+
+import pytest
+from lowered_calls import calls, lowered, numbers_of
+
+import jax_ep
+from jax_ep import lowering
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(ranks_per_node=1, staging="always"), "nothing is staged"),
+        (dict(ranks_per_node=1, num_sms=65), "at most 64 SMs"),
+    ],
+)
+def test_what_nodes_the_kernels_do_not_serve(make_mesh, usable, caplog, changes, expected):
+    """ "cuda" says why, None falls back with one line before set-up is asked."""
+    nodes = jax_ep.Config(**changes)
+    with caplog.at_level(logging.WARNING, logger="jax_ep"):
+        assert not calls(lowered(make_mesh(2), config=nodes))
+    (message,) = [r.getMessage() for r in caplog.records if re.search(expected, r.getMessage())]
+    assert message.startswith("using the pure-JAX implementation") and "splits 2 ranks into 2 nodes" in message
+    with pytest.raises(NotImplementedError, match=rf'implementation="cuda".*{expected}.*use implementation="xla"'):
+        lowered(make_mesh(2), config=nodes, implementation="cuda")
+    assert not calls(lowered(make_mesh(2), config=nodes, implementation="xla")) and not usable
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node", "expected"), [(5, 2, "as many ranks on every node"), (66, 2, "at most 32")]
+)
+def test_how_many_nodes_the_kernels_serve(num_ranks, ranks_per_node, expected):
+    spec = jax_ep.layout.Spec(
+        ("ep",), num_ranks, num_ranks, "expert", 8, 1, True, "auto", None, jax_ep.Config(ranks_per_node=ranks_per_node)
+    )
+    assert expected in lowering._not_over_nodes(lowering.Call("dispatch", "", (), (), spec, None))
+
+
+def test_latency_mode_over_nodes_is_refused(make_mesh, usable):
+    nodes = jax_ep.Config(ranks_per_node=1)
+    with pytest.raises(NotImplementedError, match="no latency mode over nodes yet"):
+        lowered(make_mesh(2), config=nodes, implementation="cuda", mode="latency")
+    assert all(name != "jax_ep_dispatch_latency" for name, *_ in calls(lowered(make_mesh(2), config=nodes)))
+
+
+def test_several_nodes(make_mesh, usable):
+    """The attributes of nodes, their own arena, and SMs for carriers; as many ranks a node as there are is one node."""
+    config = jax_ep.Config(ranks_per_node=1, num_sms=9, node_sms=3, node_chunk=50, node_bytes=1 << 22, put_delay_s=2e-6)
+    (name, _, _, attributes), *_ = calls(lowered(make_mesh(2), config=config, implementation="cuda"))
+    wanted = dict(num_nodes=2, num_carriers=3, chunk_tokens=50, put_delay_ns=2000, staging_bytes=1 << 22, num_sms=9)
+    assert name == "jax_ep_dispatch" and wanted.items() <= numbers_of(attributes).items()
+    assert {c[2:-1] for c in usable if len(c) == 9} == {(2, 8, 1 << 22, 0, 2, 12)}  # the carriers count, too
+    for ranks_per_node in (2, 3):
+        plain = jax_ep.Config(ranks_per_node=ranks_per_node)
+        for *_, attributes in calls(lowered(make_mesh(2), config=plain, implementation="cuda")):
+            assert numbers_of(attributes)["num_nodes"] == 1
