@@ -34,6 +34,10 @@ class Config:
         done at a time (`dispatch_start`, `combine_start`). Memory for twice as many, at least 3, is kept, see
         `buffer_bytes`; they take turns, so fewer starts than that may lie between a start and its done, whether these
         are pending or not. One more fails. 1 to 64.
+      command_buffers: True: XLA may record the calls, with what stands around them, into command buffers (CUDA graphs)
+        and replay those, which saves the host's time for each call (docs/concepts.md, Command buffers). Not calls over
+        several nodes, nor in a job where a process has several devices of the mesh: these stay as they are, which one
+        line says. False: every call is launched by the host. None: as False.
       debug_checks: True: ids outside [-1, num_experts), otherwise only counted in `recv.num_invalid`, are logged, and
         `jax_ep.check()` raises `InvalidIdError`. And ranks that meet with different calls in the pure-JAX
         implementation get `MismatchError`, as they always do on CUDA devices, before XLA's collectives abort or hang.
@@ -65,6 +69,7 @@ class Config:
     staging_bytes: int = 16 << 20
     max_pending: int = 2
     copies: str = "auto"
+    command_buffers: bool | None = None
     debug_checks: bool = False
     ranks_per_node: int | None = None
     node_bytes: int = 64 << 20
@@ -83,6 +88,8 @@ class Config:
             raise ValueError(f'Config: got staging={self.staging!r}, expected "auto" or "always"')
         if self.copies not in ("auto", "vector"):
             raise ValueError(f'Config: got copies={self.copies!r}, expected "auto" or "vector"')
+        if not isinstance(self.command_buffers, bool | None):
+            raise TypeError(f"Config: got command_buffers={self.command_buffers!r}, expected True, False or None")
         if not isinstance(self.debug_checks, bool):
             raise TypeError(f"Config: got debug_checks={self.debug_checks!r}, expected True or False")
         if self.ranks_per_node is not None:

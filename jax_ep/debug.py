@@ -21,11 +21,12 @@ def stats() -> dict[str, Any]:
       - ``calls``: executions of dispatch and combine, one per local device, a split one when it starts;
         ``staged_calls``: rows went through staging windows, for at least one peer; ``direct_calls``: they did not, but
         straight into the receivers' buffers, or in latency mode into their slots; ``vector_calls``: of either kind,
-        without bulk copies.
+        without bulk copies. Those that XLA replays from a command buffer are not among them, since no host code runs
+        then; ``recorded_calls``: how often a call was recorded into one (`Config.command_buffers`), all kinds together.
       - ``rows_put``: rows of dispatch, and sums of combine, that left for other nodes: one per token and node
         (since the last `reset`).
-      - ``dispatch_entered_ns``: ``time.monotonic_ns()`` when XLA last entered a dispatch that routes, on any local
-        device: from there to the end of a program is device work, without JAX's and XLA's own start.
+      - ``dispatch_entered_ns``: ``time.monotonic_ns()`` when XLA last launched a dispatch that routes, not from a command
+        buffer, on any local device: from there to the end of a program is device work, without JAX's and XLA's own start.
       - ``attached``: how often a call site found its arena already bound, while its program was lowered or loaded.
       - ``setup_ms``: time by phase: ``memory``, ``kernels``, ``peers``, ``records`` (waiting for other processes),
         ``attach`` (of all ``attached`` together).
@@ -52,6 +53,7 @@ _COUNTS = (
     "direct_calls",
     "staged_calls",
     "vector_calls",
+    "recorded_calls",
     "rows_put",
     "dispatch_entered_ns",
     "attached",

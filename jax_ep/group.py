@@ -145,6 +145,11 @@ def local_devices(groups: Sequence[Sequence[Member]], process_index: int) -> tup
     return tuple(sorted({device for group in groups for process, device in group if process == process_index}))
 
 
+def most_devices(groups: Sequence[Sequence[Member]]) -> int:
+    """Devices in any group of the process that has most."""
+    return max(len(local_devices(groups, process)) for process in processes(groups))
+
+
 def arena_key(groups: Groups, shape: Sequence[int], protocol: int | None = None) -> str:
     """Name of the symmetric memory that serves ``groups``: equal in all processes, new for any other placement.
 

@@ -188,12 +188,30 @@ def _lower(call: Call, groups, ctx, *operands):
         rows = call.spec.num_slots(call.num_tokens) if has_sums else 0
         results.append(_compat.result_aval(results[0], (rows, call.crossing_bytes), np.uint8))
     target = f"{call.name}_latency" if num_slots and not call.part else call.name
+    if _is_recordable(call, groups):
+        target += "_graph"
     # Without a side effect for XLA a start could run once for several dones, or outside the loop of its done.
     rule = jax.ffi.ffi_lowering(target, has_side_effect=bool(call.part))
     values = rule(ctx.replace(avals_out=results), *operands, **attributes)[:num_public]
     # XLA (of jax 0.11.2 at least) makes a call write what a scan keeps of it straight into the kept array, and lets the
     # call run a second time for everything else that uses its results, side effect or not. It does not look past this.
     return stablehlo.OptimizationBarrierOp(values).results
+
+
+def _is_recordable(call: Call, groups) -> bool:
+    """Whether XLA may record the call into a command buffer. The same on all ranks."""
+    wanted = call.spec.config.command_buffers
+    if not (tuning.COMMAND_BUFFERS if wanted is None else wanted):
+        return False
+    problem = ""
+    if call.spec.num_nodes > 1:
+        problem = "calls over several nodes launch a kernel on a stream of their own"
+    elif group_lib.most_devices(groups) > 1:
+        # A device may still be making its graph, which allocates, while a kernel of another one waits for it.
+        problem = "a process has several devices of the mesh, which do not wait for each other's recording"
+    if problem and wanted:
+        _log_once(f"Config(command_buffers=True) has no effect: {problem}")
+    return not problem
 
 
 def _attributes(call: Call, groups, num_slots: int) -> dict:

@@ -37,6 +37,9 @@ LATENCY_SLOTS_BYTES = 64 << 20
 LATENCY_PIECES_PER_SM = 8
 LATENCY_MOST_SMS = 32
 
+# Whether XLA may record calls into command buffers where Config.command_buffers is None.
+COMMAND_BUFFERS = False
+
 # Several nodes: SMs that carry chunks beside those that move rows, and blocks that the kernels' flags have room for.
 NODE_SHARE = 4
 NODE_MOST_SMS = 4

@@ -82,7 +82,8 @@ def test_module_without_a_gpu():
     assert _ffi.latency_arena_shape(8, 256, 14336, 8, 128, 2) == (512, 32 << 20, 2, 1)
     targets = module.targets()
     parts = ("", "_latency", "_start", "_done")
-    assert set(targets) == {f"jax_ep_{op}{part}" for op in ("dispatch", "redispatch", "combine") for part in parts}
+    names = {f"jax_ep_{op}{part}" for op in ("dispatch", "redispatch", "combine") for part in parts}
+    assert set(targets) == names | {f"{name}_graph" for name in names}
     assert all("execute" in stages and "instantiate" in stages for stages in targets.values())
     assert module.ffi_api_version <= _ffi.runtime_api_version()
     assert set(debug.stats()) == {"unavailable", "setup_ms", *debug._COUNTS}

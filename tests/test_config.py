@@ -29,6 +29,8 @@ from jax_ep import testing
         ("staging", "never", ValueError),
         ("copies", "bulk", ValueError),
         ("debug_checks", 1, TypeError),
+        ("command_buffers", 0, TypeError),
+        ("command_buffers", "auto", TypeError),
         ("ranks_per_node", 0, ValueError),
         ("ranks_per_node", -2, ValueError),
         ("ranks_per_node", 2.0, TypeError),

@@ -19,6 +19,11 @@ uint64_t hash(std::initializer_list<int64_t> words) { // FNV-1a over bytes: equa
   return h;
 }
 
+bool is_recording(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
+}
+
 } // namespace
 
 ffi::ErrorOr<CallAttributes> CallAttributes::read(const ffi::Dictionary &attrs) {
@@ -105,7 +110,7 @@ void *Buffers::get(ffi::ErrorOr<ffi::AnyBuffer> buffer, const char *kind, size_t
   return at;
 }
 
-CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, Part part,
+CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, Part part, cudaStream_t stream,
                      std::initializer_list<int64_t> what, const Shared (&shared)[kNumBuffers]) {
   CallParams c{};
   c.shape = rank.shape;
@@ -131,7 +136,7 @@ CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, Pa
   reaches_all = reaches_all || a.num_nodes > 1; // nothing is staged
   const int64_t before = rank.count_call({/*sends=*/part != Part::kDone, /*receives=*/part != Part::kStart,
                                           /*is_staged=*/!reaches_all && !is_latency, !a.use_bulk(rank),
-                                          /*is_routing=*/op == Op::kDispatch});
+                                          /*is_routing=*/op == Op::kDispatch, is_recording(stream)});
   c.limit_ns = uint64_t(std::min<int64_t>(before == 0 ? a.first_timeout_ns : a.timeout_ns, kMaxLimitNs));
   return c;
 }
@@ -190,6 +195,12 @@ ffi::Error initialize(ffi::RunId run, ffi::RemainingArgs, ffi::RemainingRets, ff
   }
   const std::string problem = rendezvous(*key, run.run_id, device, *timeout);
   return problem.empty() ? ffi::Error::Success() : internal(problem);
+}
+
+ffi::Error initialize_recordable(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+  if (ffi::Error e = initialize(run, args, rets, attrs); e.failure()) return e; // other devices wait there for this one
+  auto rank = find_rank(*attrs.get<std::string_view>("key"));
+  return rank ? ffi::Error::Success() : rank.error();
 }
 
 } // namespace jax_ep

@@ -77,8 +77,9 @@ struct Shared {
 };
 
 // Everything in CallParams. The tag that ranks compare is a hash of what all of them must have alike, and of `what`; it
-// is the same for start and done.
-CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, Part part,
+// is the same for start and done. On a stream that records, all of it holds for every replay: what depends on addresses
+// is decided anew because XLA records anew when one of them changes, and numbers that count calls are the device's.
+CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, Part part, cudaStream_t stream,
                      std::initializer_list<int64_t> what, const Shared (&shared)[kNumBuffers]);
 
 // Starts the carrier of a call over several nodes, unless a rank of this one cannot reach a buffer: then what to say.
@@ -119,11 +120,16 @@ ffi::Error launch_part(const char *op, Part part, const RankContext &rank, const
 ffi::ErrorOr<const RankContext *> find_rank(std::string_view key);
 
 using Execute = ffi::Error(cudaStream_t, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary);
-template <Execute execute> XLA_FFI_Handler *execute_handler() {
-  XLA_FFI_DEFINE_HANDLER(kHandler, execute,
+// `is_recordable`: XLA may record the call into a command buffer, which replays the kernel without coming here again.
+template <Execute execute> XLA_FFI_Handler *execute_handler(bool is_recordable) {
+  XLA_FFI_DEFINE_HANDLER(kLaunched, execute,
                          ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
                              .RemainingArgs().RemainingRets().Attrs());
-  return kHandler;
+  XLA_FFI_DEFINE_HANDLER(kRecordable, execute,
+                         ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
+                             .RemainingArgs().RemainingRets().Attrs(),
+                         {ffi::Traits::kCmdBufferCompatible});
+  return is_recordable ? kRecordable : kLaunched;
 }
 
 // Instantiate handler of every target: binds the arena while the program compiles.
@@ -131,5 +137,8 @@ ffi::Error instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary a
 // Initialize handler of every target: meets the process' other devices before the first executions, and binds what
 // no compilation in this process has bound.
 ffi::Error initialize(ffi::RunId run, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attrs);
+// The same for targets that may be recorded. XLA runs this stage before every execution, replayed or not, so this is where
+// the failure of an earlier call is found when nothing else of ours runs on the host.
+ffi::Error initialize_recordable(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs);
 
 } // namespace jax_ep

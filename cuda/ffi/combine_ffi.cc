@@ -48,7 +48,7 @@ ffi::Error combine(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   if (p.out_scalars) p.outputs.add(p.out_scalars, T * K * 4);
   // Peers read partial sums, and y itself where a token has one row here.
   const Shared y{p.y, C * a->row_bytes}, rows = is_summed ? Shared{p.partial, partial_bytes} : y;
-  p.call = make_call(**rank, *a, Op::kCombine, part, {weights_bytes > 0, scalars_bytes > 0},
+  p.call = make_call(**rank, *a, Op::kCombine, part, stream, {weights_bytes > 0, scalars_bytes > 0},
                      {rows, {p.scalars, scalars_bytes}, y, {p.weights, weights_bytes}, {}});
   p.call.row_bytes = crossing_bytes;
   return launch_part("combine", part, **rank, *a, p, b, stream, kLaunches);
@@ -56,12 +56,12 @@ ffi::Error combine(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
 
 } // namespace
 
-XLA_FFI_Handler *combine_handler(Part part) {
+XLA_FFI_Handler *combine_handler(Part part, bool is_recordable) {
   switch (part) {
-    case Part::kThroughput: return execute_handler<combine<Part::kThroughput>>();
-    case Part::kLatency: return execute_handler<combine<Part::kLatency>>();
-    case Part::kStart: return execute_handler<combine<Part::kStart>>();
-    case Part::kDone: return execute_handler<combine<Part::kDone>>();
+    case Part::kThroughput: return execute_handler<combine<Part::kThroughput>>(is_recordable);
+    case Part::kLatency: return execute_handler<combine<Part::kLatency>>(is_recordable);
+    case Part::kStart: return execute_handler<combine<Part::kStart>>(is_recordable);
+    case Part::kDone: return execute_handler<combine<Part::kDone>>(is_recordable);
   }
   return nullptr;
 }

@@ -73,7 +73,7 @@ ffi::Error dispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   p.outputs.add(p.recv_offsets, (R + 1) * 4); // -1 tells later calls with the handle (Session::has_handle)
   for (auto [at, n] : {std::pair{p.group_sizes, L}, {p.counts, L}, {p.stats, int64_t(8)}})
     p.outputs.add(at, n * 4, /*sizes=*/true);
-  p.call = make_call(**rank, *a, Op::kDispatch, part, {has_weights},
+  p.call = make_call(**rank, *a, Op::kDispatch, part, stream, {has_weights},
                      {{p.recv_x, N * a->row_bytes},
                       {p.recv_weights, weights_bytes},
                       {p.slot_meta, S * K * 4},
@@ -105,29 +105,29 @@ ffi::Error redispatch(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaini
   p.counts = b.arg<int32_t>(10, L * 4);
   p.recv_weights = b.ret<float>(2, weights_bytes);
   if (p.recv_weights) p.outputs.add(p.recv_weights, weights_bytes);
-  p.call = make_call(**rank, *a, Op::kRedispatch, part, {has_weights},
+  p.call = make_call(**rank, *a, Op::kRedispatch, part, stream, {has_weights},
                      {{p.recv_x, N * a->row_bytes}, {p.recv_weights, weights_bytes}, {}, {}, {p.recv_side, N * a->side_bytes}});
   return launch_part("redispatch", part, **rank, *a, p, b, stream, kLaunches);
 }
 
 } // namespace
 
-XLA_FFI_Handler *dispatch_handler(Part part) {
+XLA_FFI_Handler *dispatch_handler(Part part, bool is_recordable) {
   switch (part) {
-    case Part::kThroughput: return execute_handler<dispatch<Part::kThroughput>>();
-    case Part::kLatency: return execute_handler<dispatch<Part::kLatency>>();
-    case Part::kStart: return execute_handler<dispatch<Part::kStart>>();
-    case Part::kDone: return execute_handler<dispatch<Part::kDone>>();
+    case Part::kThroughput: return execute_handler<dispatch<Part::kThroughput>>(is_recordable);
+    case Part::kLatency: return execute_handler<dispatch<Part::kLatency>>(is_recordable);
+    case Part::kStart: return execute_handler<dispatch<Part::kStart>>(is_recordable);
+    case Part::kDone: return execute_handler<dispatch<Part::kDone>>(is_recordable);
   }
   return nullptr;
 }
 
-XLA_FFI_Handler *redispatch_handler(Part part) {
+XLA_FFI_Handler *redispatch_handler(Part part, bool is_recordable) {
   switch (part) {
-    case Part::kThroughput: return execute_handler<redispatch<Part::kThroughput>>();
-    case Part::kLatency: return execute_handler<redispatch<Part::kLatency>>();
-    case Part::kStart: return execute_handler<redispatch<Part::kStart>>();
-    case Part::kDone: return execute_handler<redispatch<Part::kDone>>();
+    case Part::kThroughput: return execute_handler<redispatch<Part::kThroughput>>(is_recordable);
+    case Part::kLatency: return execute_handler<redispatch<Part::kLatency>>(is_recordable);
+    case Part::kStart: return execute_handler<redispatch<Part::kStart>>(is_recordable);
+    case Part::kDone: return execute_handler<redispatch<Part::kDone>>(is_recordable);
   }
   return nullptr;
 }

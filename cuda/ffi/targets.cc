@@ -15,6 +15,9 @@ XLA_FFI_DEFINE_HANDLER(kInstantiate, instantiate, ffi::Ffi::BindInstantiate().Re
 XLA_FFI_DEFINE_HANDLER(kInitialize, initialize,
                        ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
                            .Ctx<ffi::RunId>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(kInitializeRecordable, initialize_recordable,
+                       ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                           .Ctx<ffi::RunId>().RemainingArgs().RemainingRets().Attrs());
 
 nb::capsule capsule(XLA_FFI_Handler *handler) { return nb::capsule(reinterpret_cast<void *>(handler)); }
 
@@ -22,18 +25,20 @@ nb::capsule capsule(XLA_FFI_Handler *handler) { return nb::capsule(reinterpret_c
 
 nb::dict ffi_targets() {
   nb::dict targets;
-  const std::pair<const char *, XLA_FFI_Handler *(*)(Part)> operations[] = {{"jax_ep_dispatch", dispatch_handler},
+  const std::pair<const char *, XLA_FFI_Handler *(*)(Part, bool)> operations[] = {{"jax_ep_dispatch", dispatch_handler},
                                                                             {"jax_ep_redispatch", redispatch_handler},
                                                                             {"jax_ep_combine", combine_handler}};
   const std::pair<const char *, Part> parts[] = {
       {"", Part::kThroughput}, {"_latency", Part::kLatency}, {"_start", Part::kStart}, {"_done", Part::kDone}};
   for (auto [operation, handler_of] : operations) {
     for (auto [suffix, part] : parts) {
-      nb::dict stages;
-      stages["instantiate"] = capsule(kInstantiate);
-      stages["initialize"] = capsule(kInitialize);
-      stages["execute"] = capsule(handler_of(part));
-      targets[(std::string(operation) + suffix).c_str()] = stages;
+      for (bool is_recordable : {false, true}) {
+        nb::dict stages;
+        stages["instantiate"] = capsule(kInstantiate);
+        stages["initialize"] = capsule(is_recordable ? kInitializeRecordable : kInitialize);
+        stages["execute"] = capsule(handler_of(part, is_recordable));
+        targets[(std::string(operation) + suffix + (is_recordable ? "_graph" : "")).c_str()] = stages;
+      }
     }
   }
   return targets;

@@ -10,9 +10,10 @@ namespace jax_ep {
 // What a target does of its operation: the whole exchange, in one of the two modes, or a half of it.
 enum class Part { kThroughput, kLatency, kStart, kDone };
 
-XLA_FFI_Handler *dispatch_handler(Part part);
-XLA_FFI_Handler *redispatch_handler(Part part);
-XLA_FFI_Handler *combine_handler(Part part);
+// The execute handlers; `is_recordable`: of the targets "..._graph", which XLA may record into command buffers.
+XLA_FFI_Handler *dispatch_handler(Part part, bool is_recordable);
+XLA_FFI_Handler *redispatch_handler(Part part, bool is_recordable);
+XLA_FFI_Handler *combine_handler(Part part, bool is_recordable);
 
 // {target: {"instantiate": capsule, "initialize": capsule, "execute": capsule}}
 nanobind::dict ffi_targets();

@@ -84,6 +84,7 @@ nb::dict stats() {
   d["direct_calls"] = s.calls - s.staged_calls;
   d["staged_calls"] = s.staged_calls;
   d["vector_calls"] = s.vector_calls;
+  d["recorded_calls"] = s.recorded_calls;
   d["rows_put"] = s.rows_put;
   d["dispatch_entered_ns"] = s.dispatch_entered_ns;
   d["attached"] = num_attached().load();

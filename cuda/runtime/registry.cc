@@ -18,11 +18,14 @@ struct RankContext::Counters {
   std::atomic<int64_t> received{0};   // calls that waited for rows: all but starts
   std::atomic<int64_t> staged{0};
   std::atomic<int64_t> vector{0};
+  std::atomic<int64_t> recorded{0};   // into command buffers; none of the others but `received`
   std::atomic<int64_t> entered_ns{0}; // steady clock, when the last routing dispatch was launched
 };
 
 int64_t RankContext::count_call(const CountedCall &call) const {
-  if (call.sends) {
+  if (call.is_recorded) {
+    counters->recorded.fetch_add(call.sends, std::memory_order_relaxed);
+  } else if (call.sends) {
     if (call.is_routing) {
       const auto now = std::chrono::steady_clock::now().time_since_epoch();
       counters->entered_ns.store(std::chrono::nanoseconds(now).count(), std::memory_order_relaxed);
@@ -276,6 +279,7 @@ Stats Registry::stats() {
       for (const auto &[device, context] : bound.contexts) {
         s.calls += context->counters->calls.load(std::memory_order_relaxed);
         s.staged_calls += context->counters->staged.load(std::memory_order_relaxed);
+        s.recorded_calls += context->counters->recorded.load(std::memory_order_relaxed);
         s.vector_calls += context->counters->vector.load(std::memory_order_relaxed);
         s.rows_put += int64_t(static_cast<volatile FailureRecord *>(context->failure)->rows_put);
         s.dispatch_entered_ns = std::max(s.dispatch_entered_ns, context->counters->entered_ns.load());

@@ -40,6 +40,7 @@ struct Pool {
 struct CountedCall {
   bool sends, receives; // both, or one half of an exchange that was split
   bool is_staged, is_vector, is_routing;
+  bool is_recorded; // into a command buffer: nothing runs yet, and nobody counts how often it will
 };
 
 // One local device's place in one group: all that a launch needs. Immutable after bind, except the counters.
@@ -57,7 +58,7 @@ struct RankContext {
   const Pool *pool = nullptr;       // own XLA pool; pool->base null when not registered
   FailureRecord *failure = nullptr; // pinned host memory, also readable/writable by the device at this address
   Carrier carrier{};                // several nodes
-  struct Counters;                  // calls, staged calls, calls without bulk copies (atomics, defined in registry.cc)
+  struct Counters;                  // calls of several kinds (atomics, defined in registry.cc)
   int64_t count_call(const CountedCall &call) const; // returns how many calls before this one received
   std::shared_ptr<Counters> counters;
 };
@@ -80,6 +81,7 @@ struct BindSpec {
 
 struct Stats {
   int64_t groups = 0, arenas = 0, symmetric_bytes = 0, calls = 0, staged_calls = 0, vector_calls = 0;
+  int64_t recorded_calls = 0; // into command buffers, beside `calls`
   int64_t peers_mapped = 0, pools_mapped = 0, pools_registered = 0;
   int64_t rows_put = 0; // rows and sums that left for other nodes
   int64_t dispatch_entered_ns = 0; // steady clock: the last launch of a dispatch that routes

@@ -105,10 +105,33 @@ overlap.show_schedule(overlap.schedule(hlo), args.layers, lambda line: print("HL
 """
 
 
-def compiled(program, layout):
+# Layers as decoding has them; each device is a process of its own here.
+GRAPHS = """
+topology = topologies.get_topology_desc("", platform="cuda", target_config=h100, topology=f"1x{ranks}x1")
+mesh = Mesh(np.array(topology.devices), ("ep",))
+settings["config"] = jax_ep.Config(command_buffers=IS_RECORDED)
+
+def moe(w, x, idx):
+    for mode in ("throughput", "latency", "halves"):
+        if mode == "halves":
+            recv = jax_ep.dispatch_done(jax_ep.dispatch_start(x, idx, **settings))
+            x = jax_ep.combine_done(jax_ep.combine_start(jnp.tanh(recv.x @ w), recv.handle))
+        else:
+            recv = jax_ep.dispatch(x, idx, mode=mode, **settings)
+            x = jax_ep.combine(jnp.tanh(recv.x @ w), recv.handle)
+    return x
+
+args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P("ep"))) for a in args[:2]]
+weights = jax.ShapeDtypeStruct((hidden, hidden), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+show(jax.jit(run(moe, (P(), P("ep"), P("ep")))), weights, *args)
+"""
+
+
+def compiled(program, layout, flags=""):
     sizes = [H100, NUM_RANKS, NUM_TOKENS, NUM_TOPK, HIDDEN, CAPACITY, layout]
     env = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # there is no driver to ask
     env.pop("JAX_PLATFORMS", None)
+    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flags}"
     command = [sys.executable, "-c", HEADER + program, json.dumps(sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     lines = [line for line in done.stdout.splitlines() if line.startswith("HLO")]
@@ -150,6 +173,18 @@ def test_what_runs_between_start_and_done():
     order = [re.sub("cublas.*", "gemm", name or product) for name, product in calls]
     expected = ["dispatch_start", *["gemm"] * 3, "dispatch_done", "combine_start", *["gemm"] * 3, "combine_done"]
     assert order == expected
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_what_xla_records(tmp_path, is_recorded):
+    """All calls of both modes and the halves lie in one command buffer, or none; by XLA's own settings."""
+    hlo = compiled(f"IS_RECORDED = {is_recorded}" + GRAPHS, "expert", f"--xla_dump_to={tmp_path}")
+    assert len(re.findall(r'custom_call_target="jax_ep_\w+"', hlo)) == 8
+    last = sorted(tmp_path.glob("*thunk_sequence*.txt"))[-1].read_text()  # "..._after_thunk_passes", if any changed it
+    buffers = re.split(r"^\d+: (?=kCommandBuffer)", last, flags=re.M)[1:]
+    inside = [len(re.findall(r"^ +\d+: kCustomCall", buffer, re.M)) for buffer in buffers]
+    assert (max(inside) if inside else 0) >= (8 if is_recorded else 0)
+    assert sum(inside) == 0 or is_recorded
 
 
 def test_schedule_of_the_example():
