@@ -32,6 +32,7 @@ PLAN = Plan(
     repeats=3,
     ranks_per_device=8,
     is_split=False,
+    is_recorded=False,
     is_host_timed=False,
     is_first_call=True,
     suffix="",
@@ -352,8 +353,10 @@ def test_host_time_of_a_pair():
     assert entry["mode"] == "latency" and entry["num_ranks"] == len(jax.devices())
     assert entry["host_us"] == pytest.approx(entry["wall_us"], rel=0.5, abs=20)
     assert 0 < entry["start_us"] and entry["host_us"] > 0
-    with pytest.raises(RuntimeError, match="replayed from a command buffer.*set XLA_FLAGS"):
-        host.of_mode("latency", "xla", 5, lambda: 1)
+    replayed = host.of_mode("latency", "xla", 5, lambda: 1)  # the last launch was before all executions
+    assert replayed["host_us"] is None and replayed["start_us"] is None and replayed["wall_us"] > 0
+    text = host.format_entry(replayed | {"error": ""})
+    assert text.startswith("host, mode latency: nothing to launch") and f"take {replayed['wall_us']:.1f} us" in text
     text = host.format_entry(entry | {"error": ""})
     assert text.startswith("host, mode latency: ") and f"{entry['host_us']:.1f} us to launch" in text
     said = []
@@ -365,7 +368,8 @@ def test_modes_on_the_command_line(capsys):
     plan = _parsed("--mode", "throughput,latency,auto", "--split", "--host", "--workload", "W2,W2q,W2-1")
     assert plan.modes == bench.MODES and plan.is_split and plan.is_host_timed
     assert [(w.num_tokens, w.sent) for w in plan.workloads] == [(128, "rows"), (128, "fp8"), (1, "rows")]
-    assert _parsed().modes == ("throughput",) and not _parsed().is_split
+    assert _parsed().modes == ("throughput",) and not _parsed().is_split and not _parsed().is_recorded
+    assert _parsed("--command-buffers").is_recorded
     with pytest.raises(SystemExit):
         bench.main(["--ranks", "2", "--first-call", "1", "--mode", "latency,auto"])
     assert "one --mode" in capsys.readouterr().err
@@ -423,12 +427,12 @@ def test_unknown_command_shows_the_known_ones(tmp_path):
 @pytest.mark.parametrize("mode", bench.MODES)
 def test_marked_numbers_of_sms_are_those_that_calls_take(four_ranks, monkeypatch, mode):
     """Lowered for CUDA with set-up replaced by its answers, as in test_lowering.py."""
-    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None: "")
-    monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None: None)
+    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None, num_nodes=1: "")
+    monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None, num_nodes=1: None)
     monkeypatch.setattr(bootstrap, "bind", lambda *call_site: None)
     monkeypatch.setattr(bootstrap, "placement", lambda groups, config=None: tuning.Placement(48, 1, 1))
-    monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20, 0))
-    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1]))
+    monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20, 0, 1))
+    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1], 1))
     workload = WORKLOADS["W1q"]
     sizes = {"x": ((4 * 4096, 7168), "bfloat16"), "idx": ((4 * 4096, 8), "int32"), "w": ((4 * 4096, 8), "float32")}
     args = tuple(jax.ShapeDtypeStruct(*size) for size in sizes.values())

@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--num-sms", type=_numbers, default=(), help="SMs per rank; several: a sweep, with the default among them"
     )
     what.add_argument("--split", action="store_true", help="also dispatch and combine as start and done")
+    what.add_argument("--command-buffers", action="store_true", help="let XLA record the CUDA calls into CUDA graphs")
     what.add_argument("--host", action="store_true", help="also the host's time for a call")
     what.add_argument(
         "--first-call",
@@ -127,6 +128,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         repeats=args.repeats or (5 if args.quick else 15),
         ranks_per_device=None,
         is_split=args.split,
+        is_recorded=args.command_buffers,
         is_host_timed=args.host,
         is_first_call=args.first_call is not None,
         suffix="",

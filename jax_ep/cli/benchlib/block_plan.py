@@ -63,7 +63,7 @@ def plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> BlockPlan
     several = [option for option in ("workload", "ranks", "tokens", "num_sms") if len(getattr(args, option) or ()) > 1]
     others = [
         option
-        for option in ("first_call", "routing", "sent", "op", "mode", "split", "host")
+        for option in ("first_call", "routing", "sent", "op", "mode", "split", "command_buffers", "host")
         if getattr(args, option) != parser.get_default(option)
     ]
     if several or others:

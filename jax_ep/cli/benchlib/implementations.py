@@ -41,6 +41,7 @@ class JaxEp:
     implementation: str  # "cuda" | "xla"
     num_sms: int | None = None  # None: by the model of tuning.py
     mode: str = "throughput"
+    is_recorded: bool = False  # into command buffers, as XLA likes
 
     def dispatch(self, x, idx, weights):
         return _received(jax_ep.dispatch(x, idx, weights, **self._settings))
@@ -93,7 +94,7 @@ class JaxEp:
 
     @property
     def _config(self) -> jax_ep.Config:
-        return jax_ep.Config(num_sms=self.num_sms)
+        return jax_ep.Config(num_sms=self.num_sms, command_buffers=self.is_recorded)
 
     def _planned(self, handle):
         """The handle for calls with this object's SMs, whatever those were that made it."""
@@ -246,10 +247,11 @@ def make(
     capacity: int,
     zero_tail: bool,
     mode: str = "throughput",
+    is_recorded: bool = False,
 ):
     """The implementation `name`; what follows `traffic` concerns ours only."""
     if name in OURS:
-        return JaxEp(workload, layout, capacity, zero_tail, name, mode=mode)
+        return JaxEp(workload, layout, capacity, zero_tail, name, mode=mode, is_recorded=is_recorded)
     base = _baseline(name, workload, traffic)
     return base if workload.sent == "rows" else Fp8Rows(workload, base)
 

@@ -167,6 +167,7 @@ class Case:
     layout: str
     choice: str  # of the capacity
     mode: str = "throughput"
+    is_recorded: bool = False  # into command buffers
 
     @property
     def is_ours(self) -> bool:
@@ -190,7 +191,14 @@ class Case:
         """Who does it."""
         setting, has_tail = self.setting, self.choice == "default"  # which also is what zero_tail is by default
         return implementations.make(
-            self.name, setting.workload, setting.traffic, self.layout, self.capacity, has_tail, self.mode
+            self.name,
+            setting.workload,
+            setting.traffic,
+            self.layout,
+            self.capacity,
+            has_tail,
+            self.mode,
+            self.is_recorded,
         )
 
 
@@ -251,7 +259,8 @@ def _cases(plan: Plan, setting: Setting) -> Iterator[Case]:
                 for mode in plan.modes if name in OURS else ("",):
                     # A group of one is what an empty peer of ours is compared with.
                     yield from (
-                        Case(s, name, layout, choice, mode) for s in (settings if name in OURS else settings[:1])
+                        Case(s, name, layout, choice, mode, plan.is_recorded)
+                        for s in (settings if name in OURS else settings[:1])
                     )
 
 
@@ -361,7 +370,7 @@ def first_call(plan: Plan) -> dict:
     over = mesh()
     compile_, num_ranks = compiler(over), over.devices.size
     setting = Setting.of(plan.workloads[0], over)
-    case = Case(setting, plan.implementations[0], plan.layouts[0], plan.capacities[0], plan.modes[0])
+    case = Case(setting, plan.implementations[0], plan.layouts[0], plan.capacities[0], plan.modes[0], plan.is_recorded)
     impl, args = case.implementation(), case.setting.args
     if case.is_ours and plan.num_sms:
         impl = dataclasses.replace(impl, num_sms=plan.num_sms[0])

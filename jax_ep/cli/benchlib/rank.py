@@ -9,6 +9,7 @@ import sys
 
 import jax
 
+import jax_ep
 from jax_ep.cli.benchlib import host, implementations, measure, plots, report
 from jax_ep.cli.benchlib.plan import Plan
 
@@ -43,6 +44,12 @@ def run(plan: Plan) -> int:
     else:
         say(report.HEADER)
         result = save(measure.steady(plan, show, say))
+        if plan.is_recorded:
+            stats = jax_ep.debug.stats()
+            say(
+                f"command buffers: {stats['recorded_calls']} calls were recorded; the host launched {stats['calls']}, "
+                "first executions and programs too short to record among them; the rest was replayed"
+            )
         if plan.is_host_timed:
             result = save(result | {"host": host.lines(plan, say)})
     if is_first and plan.png_path:

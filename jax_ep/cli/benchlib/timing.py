@@ -113,7 +113,8 @@ def calls_us(fn: Callable, args, num_calls: int, entered_ns: Callable[[], int] =
       fn: a compiled program.
       args: its operands.
       num_calls: how many.
-      entered_ns: asked after each execution when XLA entered it, in `time.monotonic_ns`; 0: unknown.
+      entered_ns: asked after each execution when XLA entered it, in `time.monotonic_ns`; 0, or a time before the
+        execution (of a program that XLA replays): unknown.
 
     Returns:
       The times since the last rank called `fn`, and since the last rank's XLA entered it (0: unknown).
@@ -126,7 +127,7 @@ def calls_us(fn: Callable, args, num_calls: int, entered_ns: Callable[[], int] =
         spans = exchange((time.monotonic_ns(), call, entered_ns()))
         end, call, entry = (max(s[i] for s in spans) for i in range(3))
         since_call.append((end - call) / 1e3)
-        since_entry.append((end - entry) / 1e3 if entry else 0.0)
+        since_entry.append((end - entry) / 1e3 if entry >= call else 0.0)
     return since_call, since_entry
 
 
