@@ -25,8 +25,9 @@ def stats() -> dict[str, Any]:
         then; ``recorded_calls``: how often a call was recorded into one (`Config.command_buffers`), all kinds together.
       - ``rows_put``: rows of dispatch, and sums of combine, that left for other nodes: one per token and node
         (since the last `reset`).
-      - ``dispatch_entered_ns``: ``time.monotonic_ns()`` when XLA last launched a dispatch that routes, not from a command
-        buffer, on any local device: from there to the end of a program is device work, without JAX's and XLA's own start.
+      - ``dispatch_entered_ns``: ``time.monotonic_ns()`` when XLA last launched a dispatch that routes, on any local
+        device, and not from a command buffer: from there to the end of a program is device work, without JAX's and XLA's
+        own start.
       - ``attached``: how often a call site found its arena already bound, while its program was lowered or loaded.
       - ``setup_ms``: time by phase: ``memory``, ``kernels``, ``peers``, ``records`` (waiting for other processes),
         ``attach`` (of all ``attached`` together).

@@ -39,6 +39,7 @@ def pytest_addoption(parser):
         "--ranks-per-node", type=int, help="nodes of the exchange tests; its largest divisor where it must divide"
     )
     parser.addoption("--put-delay", type=float, default=0.0, help="Config.put_delay_s of the exchange tests")
+    parser.addoption("--command-buffers", action="store_true", help="Config.command_buffers of the programs' tests")
     parser.addoption("--copies", choices=("auto", "vector"), default="auto", help="Config.copies of the exchange tests")
 
 

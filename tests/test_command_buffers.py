@@ -50,7 +50,7 @@ def test_what_was_not_said_is_the_default(make_mesh, one_each, monkeypatch, by_d
 
 
 def test_who_is_launched_all_the_same(make_mesh, one_each, monkeypatch, caplog):
-    """Calls over several nodes, and programs of several devices in one process: one line says why, if it was asked for."""
+    """Calls over several nodes, and several devices in one process: one line says why, if it was asked for."""
     over_nodes = jax_ep.Config(command_buffers=True, ranks_per_node=1)
     with caplog.at_level(logging.WARNING, logger="jax_ep"):
         for _ in range(2):

@@ -88,10 +88,13 @@ def stages(cache: str) -> list[Stage]:
     # Every launch waits for its kernel, and all code is loaded when the process starts.
     blocking = {"CUDA_LAUNCH_BLOCKING": "1", "CUDA_MODULE_LOADING": "EAGER"}
     plan += [Stage("R=2 blocking", 2, 60, (exchange, "-k", "(routings and zipf) or recorded"), blocking)]
-    # XLA records whatever it may into command buffers; our calls do not say that they can be.
+    # Calls that XLA may record into command buffers: as XLA records by itself, and whatever it may, however short.
+    recorded = ("--command-buffers", "-k", "1000_are or micro_batches or was_recorded")
+    plan += [Stage("R=2 graphs", 2, 120, ("test_graphs_processes.py",))]
     graphs = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES"
     graphs = {"XLA_FLAGS": f"--xla_gpu_enable_command_buffer={graphs} --xla_gpu_graph_min_graph_size=1"}
-    plan += [Stage("R=2 graphs", 2, 90, (programs, "-k", "1000_are or recorded"), graphs)]
+    plan += [Stage("R=2 short graphs", 2, 90, (programs, *recorded), graphs)]
+    plan += [Stage("R=2 short graphs latency", 2, 90, (programs, *latency, *recorded), graphs)]
     plan += [Stage("faults", 3, 120, ("test_faults_processes.py",))]
     plan += [Stage("faults latency", 3, 120, ("test_faults_processes.py", *latency))]
     plan += [Stage("whole jobs", None, 150, ("test_whole_jobs.py",), NO_XLA)]

@@ -4,6 +4,7 @@ Rows carry their source rank and token, so every received row can be checked by 
 many of them.
 """
 
+import dataclasses
 import functools
 import random
 import time
@@ -25,6 +26,10 @@ NUM_TOKENS, NUM_TOPK, HIDDEN = 48, 3, 64
 @pytest.fixture(autouse=True, scope="module")
 def _mode(request):
     ranks.mode = request.config.getoption("--mode")
+    before = ranks.CONFIG
+    ranks.CONFIG = dataclasses.replace(before, command_buffers=request.config.getoption("--command-buffers"))
+    yield
+    ranks.CONFIG = before
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ A program of N pairs dispatch, combine on one token a rank, where each pair's re
 nothing else is between the calls. XLA launches one after the other without waiting for the device. With E(N) the time
 from the call of the program to the launch of its last dispatch, the host needs (E(N) - E(1)) / (N - 1) for a pair.
 
-Where XLA replays the program from a command buffer, no call is launched: what is left is the difference of the wall times.
+Where XLA replays the program from a command buffer, no call is launched: the difference of the wall times is left.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def format_entry(entry: dict) -> str:
         return f"host, mode {entry['mode']}: {entry['error']}"
     if entry["host_us"] is None:
         return (
-            f"host, mode {entry['mode']}: nothing to launch, as XLA replays the calls from a command buffer; dispatch and "
-            f"combine, of one token a rank, take {entry['wall_us']:.1f} us"
+            f"host, mode {entry['mode']}: nothing to launch, as XLA replays the calls from a command buffer; "
+            f"dispatch and combine, of one token a rank, take {entry['wall_us']:.1f} us"
         )
     return (
         f"host, mode {entry['mode']}: {entry['host_us']:.1f} us to launch dispatch and combine, of one token a rank, "
