@@ -26,8 +26,8 @@ def stats() -> dict[str, Any]:
       - ``rows_put``: rows of dispatch, and sums of combine, that left for other nodes: one per token and node
         (since the last `reset`).
       - ``dispatch_entered_ns``: ``time.monotonic_ns()`` when XLA last launched a dispatch that routes, on any local
-        device, and not from a command buffer: from there to the end of a program is device work, without JAX's and XLA's
-        own start.
+        device, and not from a command buffer: from there to the end of a program is device work, without what JAX and
+        XLA do before.
       - ``attached``: how often a call site found its arena already bound, while its program was lowered or loaded.
       - ``setup_ms``: time by phase: ``memory``, ``kernels``, ``peers``, ``records`` (waiting for other processes),
         ``attach`` (of all ``attached`` together).

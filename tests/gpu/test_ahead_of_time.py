@@ -28,6 +28,7 @@ gpu_device_info {
   block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
   clock_rate_ghz: 1.98 device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
   cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0"
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 1 patch: 1 } device_description_str: "NVIDIA H100 80GB HBM3"
 """
@@ -131,7 +132,7 @@ def compiled(program, layout, flags=""):
     sizes = [H100, NUM_RANKS, NUM_TOKENS, NUM_TOPK, HIDDEN, CAPACITY, layout]
     env = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # there is no driver to ask
     env.pop("JAX_PLATFORMS", None)
-    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flags}"
+    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flags}".strip()
     command = [sys.executable, "-c", HEADER + program, json.dumps(sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     lines = [line for line in done.stdout.splitlines() if line.startswith("HLO")]
