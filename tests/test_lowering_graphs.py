@@ -8,7 +8,8 @@ import logging
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from test_lowering import calls, lowered, split_calls, usable  # noqa: F401
+from lowered_calls import calls, lowered
+from test_lowering import split_calls
 
 import jax_ep
 from jax_ep import group, lowering, tuning
@@ -18,7 +19,7 @@ RECORDED = jax_ep.Config(command_buffers=True)
 
 
 @pytest.fixture
-def one_each(monkeypatch, usable):  # noqa: F811
+def one_each(monkeypatch, usable):
     """Every device as a process of its own."""
     monkeypatch.setattr(group, "member", lambda device: (device.id, 0))
     lowering._log_once.cache_clear()
