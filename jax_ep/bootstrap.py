@@ -200,6 +200,10 @@ def can_use_cuda(groups: Groups, config: Any = None, num_nodes: int = 1) -> str:
         )
     mesh_processes = group.processes(groups)
     known = process.read_records(mesh_processes, _deadline(config))
+    return _why_not(groups, known, num_nodes)
+
+
+def _why_not(groups: Groups, known: dict[int, records.Record], num_nodes: int) -> str:
     return records.why_not(groups, known) or (records.why_not_over_nodes(groups, known) if num_nodes > 1 else "")
 
 
@@ -209,7 +213,8 @@ def prepare(groups: Groups, config: Any = None, num_nodes: int = 1) -> None:
     Raises:
       SetupError: the CUDA path is impossible; the text says why.
       SetupTimeout: a process of the mesh published nothing in time.
-      ValueError: ``config.num_sms`` is more than keeps all ranks' blocks resident together.
+      ValueError: ``config.num_sms``, with ``config.node_sms`` where there are nodes, is more than keeps all ranks'
+        blocks resident together.
     """
     _ffi.module()
     process = _this_process()
@@ -218,10 +223,14 @@ def prepare(groups: Groups, config: Any = None, num_nodes: int = 1) -> None:
     reason = can_use_cuda(groups, config, num_nodes)
     if reason:
         raise errors.SetupError(f"implementation='cuda' is not possible: {reason}")
-    num_sms = config.num_sms if config is not None else None
-    if num_sms is not None:
-        known = process.read_records(group.processes(groups), _deadline(config))
-        records.check_num_sms(num_sms, records.max_num_sms(groups, known))
+    num_sms, node_sms = (getattr(config, name, None) for name in ("num_sms", "node_sms"))
+    if num_sms is None and (num_nodes == 1 or node_sms is None):
+        return
+    known = process.read_records(group.processes(groups), _deadline(config))
+    placed = records.placement(groups, known)
+    if num_nodes > 1:
+        num_sms = (num_sms or 1) + tuning.node_sms(placed, node_sms)
+    records.check_num_sms(num_sms, placed.max_num_sms, num_nodes)
 
 
 def placement(groups: Groups, config: Any = None) -> tuning.Placement | None:
@@ -261,11 +270,11 @@ def bind(
     if module.attach(key, num_sms):  # another call site has bound it: nothing to wait for
         return
     known = process.read_records(group.processes(groups), deadline)
-    reason = records.why_not(groups, known)
+    reason = _why_not(groups, known, num_nodes)
     if reason:  # seldom: lowering asked already, but a deserialised program had no lowering
         raise errors.SetupError(reason)
     most = records.max_num_sms(groups, known)
-    records.check_num_sms(num_sms, most)
+    records.check_num_sms(num_sms, most, num_nodes)
     for other, record in known.items():
         if other != index:
             module.add_process(other, record["address"], bytes.fromhex(record["nonce"]))

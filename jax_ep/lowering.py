@@ -247,7 +247,9 @@ def _attributes(call: Call, groups, num_slots: int) -> dict:
     )
     key = group_lib.arena_key(groups, shape)
     # XLA's instantiate binds too, but XLA does not call it for executables from the persistent cache (jax 0.11.2).
-    all_sms = config.num_sms + num_carriers if config.num_sms else 0
+    all_sms = config.num_sms or 0
+    if spec.num_nodes > 1:  # the carrier is resident beside at least one block
+        all_sms = max(all_sms, 1) + num_carriers
     bootstrap.bind(key, groups, spec.num_ranks, *shape, all_sms, config.setup_timeout_s)
     return dict(
         key=key,

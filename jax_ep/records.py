@@ -229,10 +229,18 @@ def placement(groups: Groups, records: Mapping[int, Record]) -> tuning.Placement
     )
 
 
-def check_num_sms(num_sms: int, most: int) -> None:
-    """Raises ValueError when `num_sms` (0: the default) is more than `max_num_sms` allows."""
-    if num_sms > most:
-        raise ValueError(
-            f"Config.num_sms={num_sms}, but all ranks' blocks must be resident together, and the GPU's SMs divided "
-            f"by the ranks on it give {most}; lower num_sms or leave it out"
-        )
+def check_num_sms(num_sms: int, most: int, num_nodes: int = 1) -> None:
+    """Raises ValueError when `num_sms` is more than `max_num_sms` allows.
+
+    0: the default. With several nodes: of a call and its carrier together.
+    """
+    if num_sms <= most:
+        return
+    got, remedy = f"Config.num_sms={num_sms}", "num_sms or leave it out"
+    if num_nodes > 1:
+        got = f"Config.num_sms (at least 1) and Config.node_sms take {num_sms} SMs together"
+        remedy = "num_sms and node_sms or leave them out"
+    raise ValueError(
+        f"{got}, but all ranks' blocks must be resident together, and the GPU's SMs divided by the ranks on it give "
+        f"{most}; lower {remedy}"
+    )

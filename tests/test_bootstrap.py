@@ -178,9 +178,54 @@ def test_num_sms_is_the_smallest_share():
     records.check_num_sms(0, 44)
     with pytest.raises(ValueError, match="num_sms=45.* 44"):
         records.check_num_sms(45, 44)
+    records.check_num_sms(44, 44, num_nodes=2)
+    with pytest.raises(ValueError, match=r"num_sms .*node_sms take 45 SMs together.* 44; lower num_sms and node_sms"):
+        records.check_num_sms(45, 44, num_nodes=2)
     few = record("x")
     few["devices"][0]["num_sms"] = 1
     assert "more ranks share a GPU" in records.why_not(PAIR, {0: few, 1: few})
+
+
+def test_nodes_need_room_for_carriers_and_pools(monkeypatch):
+    """16 ranks of one GPU, 8 SMs each; asked for while lowering, and by programs that were never lowered here."""
+    known = {p: record("x") for p in range(16)}
+    groups = (tuple((p, 0) for p in range(16)),)
+    process = types.SimpleNamespace(
+        world=types.SimpleNamespace(process_index=0), has=lambda groups: True, wait_warm=lambda deadline: None,
+        read_records=lambda processes, deadline: known,
+    )  # fmt: skip
+    bound = []
+    module = types.SimpleNamespace(
+        attach=lambda *a: False, add_process=lambda *a: None, bind=lambda *a: bound.append(a)
+    )
+    monkeypatch.setattr(bootstrap, "_this_process", lambda: process)
+    monkeypatch.setattr(bootstrap, "_local_problem", lambda: "")
+    monkeypatch.setattr(_ffi, "_module", module)
+    monkeypatch.setattr(_ffi, "num_devices", lambda: 1)
+    monkeypatch.setattr(bootstrap, "can_use_cuda", lambda *a: "")
+
+    def prepare(num_nodes, **config):
+        bootstrap.prepare(groups, jax_ep.Config(**config), num_nodes)
+
+    def bind(num_nodes, num_sms):
+        bootstrap.bind("key", groups, 16, 64, 1 << 20, 0, num_nodes, num_sms, 5.0)
+
+    prepare(4)
+    prepare(4, node_sms=7)
+    prepare(4, num_sms=6, node_sms=2)
+    prepare(1, node_sms=16)  # means nothing on one node
+    for config in (dict(node_sms=8), dict(num_sms=6, node_sms=3), dict(num_sms=7)):  # 2 carriers by default
+        with pytest.raises(ValueError, match="take 9 SMs together.* 8; lower"):
+            prepare(4, **config)
+    bind(4, 8)
+    assert [b[0] for b in bound] == ["key"]
+    with pytest.raises(ValueError, match="take 9 SMs together"):
+        bind(4, 9)
+    known[5]["devices"][0]["pool_exportable"] = False
+    bind(1, 8)  # staged
+    with pytest.raises(errors.SetupError, match="pool of device"):
+        bind(4, 8)
+    assert len(bound) == 2
 
 
 class FakeService:

@@ -53,6 +53,10 @@ def test_several_nodes(make_mesh, usable):
     wanted = dict(num_nodes=2, num_carriers=3, chunk_tokens=50, put_delay_ns=2000, staging_bytes=1 << 22, num_sms=9)
     assert name == "jax_ep_dispatch" and wanted.items() <= numbers_of(attributes).items()
     assert {c[2:-1] for c in usable if len(c) == 9} == {(2, 8, 1 << 22, 0, 2, 12)}  # the carriers count, too
+    usable.clear()
+    default = jax_ep.Config(ranks_per_node=1, node_sms=3)  # ... and with them one SM at least, whatever the default is
+    lowered(make_mesh(2), config=default, implementation="cuda")
+    assert {c[-2] for c in usable if len(c) == 9} == {4}
     for ranks_per_node in (2, 3):
         plain = jax_ep.Config(ranks_per_node=ranks_per_node)
         for *_, attributes in calls(lowered(make_mesh(2), config=plain, implementation="cuda")):

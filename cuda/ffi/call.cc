@@ -173,7 +173,8 @@ ffi::Error bind_call_site(const ffi::Dictionary &attrs) {
   request.num_ranks = a->num_ranks, request.num_experts = a->num_experts, request.num_topk = a->num_topk;
   request.row_bytes = a->crossing_bytes(), request.staging_bytes = a->staging_bytes, request.num_sms = a->num_sms;
   request.num_tokens = a->num_tokens, request.num_slots = a->num_slots, request.num_nodes = a->num_nodes;
-  request.node_sms = a->num_nodes > 1 && a->num_sms ? a->num_carriers : 0;
+  // A carrier is resident beside at least one block (num_blocks).
+  if (a->num_nodes > 1) request.node_sms = a->num_carriers + (a->num_sms == 0);
   request.setup_timeout_ns = a->setup_timeout_ns;
   const std::string problem = bind_from_instantiate(request);
   return problem.empty() ? ffi::Error::Success() : internal(problem);
