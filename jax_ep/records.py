@@ -3,7 +3,7 @@
 A record is JSON::
 
     {"reason": "" or why this process cannot use CUDA, "protocol": 1, "host": "...",
-     "address": "...", "nonce": "hex",
+     "launches_block": false, "address": "...", "nonce": "hex",
      "devices": [{"local_hardware_id": 0, "uuid": "GPU-...", "num_sms": 132, "compute_capability": [9, 0],
                   "pool_exportable": true, "no_access": ["GPU-..."]}]}
 
@@ -71,6 +71,7 @@ def describe_process(module: Any, ordinals: list[int], address: str, nonce: byte
         "reason": "",
         "protocol": module.protocol,
         "host": host_identity(),
+        "launches_block": os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
         "address": address,
         "nonce": nonce.hex(),
         "devices": devices,
@@ -198,6 +199,13 @@ def why_not(groups: Groups, records: Mapping[int, Record]) -> str:
 def why_not_over_nodes(groups: Groups, records: Mapping[int, Record]) -> str:
     """What else keeps `groups` from exchanging rows over several nodes, where nothing is staged."""
     devices = _devices(groups, records)
+    for process in sorted(records):
+        # The launch of the carrier would wait for the call, which is launched after it.
+        if records[process]["launches_block"]:
+            return (
+                f"process {process} has CUDA_LAUNCH_BLOCKING set, and over nodes a call is two kernels that wait for "
+                "each other; unset it"
+            )
     for one in groups:
         several = len({int(process) for process, _ in one}) > 1
         for member in map(tuple, one):

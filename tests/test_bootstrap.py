@@ -101,7 +101,8 @@ def test_module_without_a_gpu():
 def record(*uuids, **changes):
     device = {"num_sms": 132, "compute_capability": [9, 0], "pool_exportable": True, "no_access": []}
     devices = [{**device, "local_hardware_id": i, "uuid": uuid} for i, uuid in enumerate(uuids)]
-    return {"reason": "", "protocol": 1, "host": "h", "address": "a", "nonce": "", "devices": devices} | changes
+    same = {"reason": "", "protocol": 1, "host": "h", "launches_block": False, "address": "a", "nonce": ""}
+    return {**same, "devices": devices} | changes
 
 
 PAIR = (((0, 0), (1, 0)),)
@@ -168,6 +169,27 @@ def test_no_placement_for_another_machine(monkeypatch):
     monkeypatch.setattr(bootstrap, "_local_problem", lambda: "")
     monkeypatch.setattr(bootstrap, "_jax_devices", lambda: [])
     assert bootstrap.placement(PAIR) is None
+
+
+def test_what_calls_over_nodes_need_beside():
+    growing, few = record("y"), record("x")
+    growing["devices"][0]["pool_exportable"] = False
+    few["devices"][0]["num_sms"] = 3  # two ranks share them
+    assert records.why_not_over_nodes(PAIR, {0: record("x"), 1: record("y")}) == ""
+    assert "pool of device (1, 0)" in records.why_not_over_nodes(PAIR, {0: record("x"), 1: growing})
+    assert records.why_not_over_nodes([[(1, 0)]], {1: growing}) == ""  # one process reaches all it has
+    assert "two SMs each" in records.why_not_over_nodes(PAIR, {0: few, 1: few})
+    blocking = record("y", launches_block=True)
+    assert "process 1 has CUDA_LAUNCH_BLOCKING" in records.why_not_over_nodes(PAIR, {0: record("x"), 1: blocking})
+    assert records.why_not(PAIR, {0: record("x"), 1: blocking}) == ""  # one kernel each within a node
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_launches_that_block_are_in_the_record(monkeypatch, value, expected):
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+    assert records.describe_process(FakeCuda(0), [], "", b"")["launches_block"] is expected
 
 
 def test_num_sms_is_the_smallest_share():
@@ -337,6 +359,8 @@ def test_two_processes_set_up_and_bind(monkeypatch):
     groups = [list(one) for one in PAIR]
     assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 4, 1, 0, 5.0) == ""
     assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 4, 1, 133, 5.0).startswith("ValueError: ")
+    bootstrap._process._known[1]["launches_block"] = True  # a deserialised program was not lowered here: asked again
+    assert "CUDA_LAUNCH_BLOCKING" in bootstrap.bind_callback("nodes", groups, 2, 512, 1 << 20, 0, 2, 0, 5.0)
     calls = modules[0].calls
     nonce = bootstrap._nonce()
     assert ("warm_up", [0]) in calls and calls.index("start_service") < calls.index(("warm_up", [0]))
