@@ -79,7 +79,9 @@ def stages(sanitizer: str) -> list[run.Stage]:
     ]
 
     def prefix(tool: str) -> tuple[str, ...]:
-        return (sanitizer, "--tool", tool, "--error-exitcode", "9", "--target-processes", "application-only")
+        # Fifteen warps of every block have two barriers each, of every rank: more than synccheck tracks unless told.
+        more = ("--num-cuda-barriers", "65536") if tool == "synccheck" else ()
+        return (sanitizer, "--tool", tool, *more, "--error-exitcode", "9", "--target-processes", "application-only")
 
     return [
         run.Stage(f"{tool} {what}", None, limit_s, ("--maxfail", "2", *tests), env, prefix(tool))
