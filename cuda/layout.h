@@ -323,6 +323,12 @@ struct Peer {
   uint64_t is_other_gpu; // 1: rows for it cross a link
 };
 
+// An arena in a symmetric heap (nvshmem_bytes of jax_ep/nvshmem.py): followed by the table of peers and their PEs.
+constexpr int64_t kHeapUnit = 1024;
+JAX_EP_HD int64_t heap_arena_bytes(const ArenaShape &s) {
+  return round_up(round_up(s.bytes(), 128) + int64_t(s.num_ranks) * int64_t(sizeof(Peer) + sizeof(int32_t)), kHeapUnit);
+}
+
 // Failure record of one rank in one arena: pinned host memory, written once by the device (code last, after a
 // system fence), read by handlers, watcher and check(). code 0: healthy.
 enum class Failure : uint32_t { kNone = 0, kPeerTimeout = 1, kPeerLost = 2, kMismatch = 3, kPeerFailed = 4 };

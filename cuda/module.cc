@@ -59,6 +59,14 @@ NB_MODULE(_cuda, m) {
       nb::arg("num_ranks"), nb::arg("count_words"), nb::arg("staging_bytes"), nb::arg("num_slots"),
       nb::arg("num_nodes"), "symmetric memory of one rank");
 
+  m.def(
+      "heap_arena_bytes",
+      [](int num_ranks, int32_t count_words, int64_t staging_bytes, int32_t num_slots, int32_t num_nodes) {
+        return jax_ep::heap_arena_bytes(jax_ep::ArenaShape{num_ranks, count_words, staging_bytes, num_slots, num_nodes});
+      },
+      nb::arg("num_ranks"), nb::arg("count_words"), nb::arg("staging_bytes"), nb::arg("num_slots"),
+      nb::arg("num_nodes"), "what an arena takes in a symmetric heap");
+
   jax_ep::export_runtime(m);
   jax_ep::export_loopback(m);
 }

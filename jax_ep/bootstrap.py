@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import _ffi, debug_checks, errors, group, records, tuning
+from jax_ep import _ffi, debug_checks, errors, group, nvshmem, records, tuning
 from jax_ep.group import Groups
 
 _LARGE_BUFFER_BYTES = 4 << 20  # more than a growing pool's first region holds
@@ -67,7 +67,7 @@ class _Process:
                     for device in devices:
                         _register_pool(device)
                     address = _ffi.module().start_service(self.nonce)
-                record = records.describe_process(_ffi.module(), ordinals, address, self.nonce)
+                record = records.describe_process(_ffi.module(), ordinals, address, self.nonce, nvshmem.problem())
                 _log_translation(record["devices"])
                 _start_watcher()
             self._known[self.world.process_index] = record
@@ -200,11 +200,46 @@ def can_use_cuda(groups: Groups, config: Any = None, num_nodes: int = 1) -> str:
         )
     mesh_processes = group.processes(groups)
     known = process.read_records(mesh_processes, _deadline(config))
-    return _why_not(groups, known, num_nodes)
+    is_over = _is_over_nvshmem(groups, known, config, num_nodes)
+    problem = _why_not(groups, known, num_nodes, over_nvshmem=is_over)
+    return problem or (_why_not_first(process.world, mesh_processes) if is_over else "")
 
 
-def _why_not(groups: Groups, known: dict[int, records.Record], num_nodes: int) -> str:
-    return records.why_not(groups, known) or (records.why_not_over_nodes(groups, known) if num_nodes > 1 else "")
+def _why_not(groups: Groups, known: dict[int, records.Record], num_nodes: int, *, over_nvshmem: bool) -> str:
+    problem = records.why_not(groups, known, num_nodes)
+    if not problem and num_nodes > 1:
+        problem = records.why_not_over_nodes(groups, known)
+    return problem or (records.why_not_nvshmem(groups, known) if over_nvshmem else "")
+
+
+def _is_over_nvshmem(groups: Groups, known: dict[int, records.Record], config: Any, num_nodes: int) -> bool:
+    if num_nodes == 1 or any(record["reason"] for record in known.values()):
+        return False  # nobody uses CUDA
+    return config.transport == "nvshmem" or records.num_hosts(groups, known) > 1
+
+
+def _why_not_first(world: records.World, mesh_processes: tuple[int, ...]) -> str:
+    if nvshmem.is_set_up() or len(mesh_processes) == world.num_processes:
+        return ""
+    return (
+        f"the mesh has {len(mesh_processes)} of the job's {world.num_processes} processes, and all of them must set "
+        "NVSHMEM up together: compile a program over nodes on the whole job first"
+    )
+
+
+def over_nvshmem(groups: Groups, config: Any, num_nodes: int) -> bool:
+    """Whether rows of `groups` cross between nodes by NVSHMEM, the same answer on every rank.
+
+    Raises:
+      SetupTimeout: a process of the mesh published nothing in time.
+    """
+    process = _this_process()
+    if num_nodes == 1 or config.transport == "nvshmem":
+        return num_nodes > 1
+    if _local_problem() or not process.has(groups):
+        return False  # of a program for another machine nobody knows the hosts: Config.transport says
+    known = process.read_records(group.processes(groups), _deadline(config))
+    return _is_over_nvshmem(groups, known, config, num_nodes)
 
 
 def prepare(groups: Groups, config: Any = None, num_nodes: int = 1) -> None:
@@ -223,6 +258,8 @@ def prepare(groups: Groups, config: Any = None, num_nodes: int = 1) -> None:
     reason = can_use_cuda(groups, config, num_nodes)
     if reason:
         raise errors.SetupError(f"implementation='cuda' is not possible: {reason}")
+    if num_nodes > 1:
+        nvshmem.configure(config)
     num_sms, node_sms = (getattr(config, name, None) for name in ("num_sms", "node_sms"))
     if num_sms is None and (num_nodes == 1 or node_sms is None):
         return
@@ -270,18 +307,27 @@ def bind(
     if module.attach(key, num_sms):  # another call site has bound it: nothing to wait for
         return
     known = process.read_records(group.processes(groups), deadline)
-    reason = _why_not(groups, known, num_nodes)
+    is_over_nvshmem = group.is_over_nvshmem(key)
+    reason = _why_not(groups, known, num_nodes, over_nvshmem=is_over_nvshmem)
     if reason:  # seldom: lowering asked already, but a deserialised program had no lowering
         raise errors.SetupError(reason)
     most = records.max_num_sms(groups, known)
     records.check_num_sms(num_sms, most, num_nodes)
     for other, record in known.items():
-        if other != index:
+        if other != index and record["host"] == known[index]["host"]:  # over hosts nobody maps anything
             module.add_process(other, record["address"], bytes.fromhex(record["nonce"]))
     process.wait_warm(deadline)
+    in_heap = ()
+    if is_over_nvshmem:
+        size = module.heap_arena_bytes(num_ranks, count_words, staging_bytes, num_slots, num_nodes)
+        ordinal = known[index]["devices"][0]["local_hardware_id"]
+        is_one_host = len({record["host"] for record in known.values()}) == 1  # all processes of the job, the first time
+        in_heap = (nvshmem.place(process.world, key, size, ordinal, is_one_host, deadline),)
     left = max(0.001, deadline - time.monotonic())
     members, gpus = records.with_ordinals(groups, known), records.gpu_numbers(groups, known)
-    module.bind(key, members, index, num_ranks, count_words, staging_bytes, num_slots, num_nodes, most, left, gpus)
+    module.bind(
+        key, members, index, num_ranks, count_words, staging_bytes, num_slots, num_nodes, most, left, gpus, *in_heap
+    )
 
 
 def bind_callback(*call_site: Any) -> str:

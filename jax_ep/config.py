@@ -44,18 +44,31 @@ class Config:
         Results are the same. It costs a callback to the host in every dispatch, in pure JAX also an all-gather of 512
         bytes and a callback in every call and its backward pass; steps wait for them (on CPU devices 1 to 2 ms per call
         and rank). JAX does not export such programs, and needs "cpu" in JAX_PLATFORMS where that is set.
-      ranks_per_node: simulates nodes on one host: rank r belongs to node r // ranks_per_node, and the last node has
-        fewer ranks where the number does not divide the group's. combine, and so the gradient of dispatch, then sums
-        within each node first (docs/concepts.md, Rounding); dispatch gives the same results. None, or the group's
+      ranks_per_node: makes nodes, on one host or several: rank r belongs to node r // ranks_per_node, and the last
+        has fewer ranks where the number does not divide the group's. combine, and so the gradient of dispatch, then
+        sums within each node first (docs/concepts.md, Rounding); dispatch gives the same results. None, or the group's
         size and more: one node. The CUDA kernels serve up to 32 nodes of equally many ranks, in throughput mode
         (docs/multihost.md); the rest is the pure-JAX implementation's, and raises NotImplementedError with
-        `implementation="cuda"` when the program is lowered. The next four are about several nodes only.
+        `implementation="cuda"` when the program is lowered. All that follow are about several nodes only.
       node_bytes: own memory per rank and group for the chunks in which tokens cross nodes, all directions.
       node_sms: SMs per rank, beside `num_sms`, that do nothing but carry chunks to other nodes, 1 to 16. None: 1 to 4,
         at most a quarter of the rank's share of its GPU.
       node_chunk: most tokens of a chunk; each SM has two on their way to a node at a time. None: as many as
         `node_bytes` holds.
       put_delay_s: a test aid: what crosses nodes is late by up to this much at random, and in any order; 0: it is not.
+      transport: what carries rows between nodes. "auto": NVSHMEM where a group is on several hosts, stores on one host.
+        "nvshmem": NVSHMEM everywhere. The next six are NVSHMEM's settings. It reads them once in a process, those of
+        the first program over nodes; a variable that is set in the environment goes first (docs/multihost.md).
+      nvshmem_bytes: own symmetric memory per rank that all groups' arenas over NVSHMEM are cut from. None: four times
+        the first arena. NVSHMEM rounds it up to NVSHMEM_CUMEM_GRANULARITY (512 MiB).
+      nvshmem_qps: queue pairs to each other rank, 1 to 64; the GPU then drives the network card itself
+        (NVSHMEM_IB_ENABLE_IBGDA, NVSHMEM_IBGDA_NUM_RC_PER_PE). None: NVSHMEM's default, a thread of the host drives it.
+      nvshmem_qp_depth: requests under way in a queue pair, a power of two from 128 to 32768 (NVSHMEM_QP_DEPTH). None:
+        1024.
+      nvshmem_service_level: of InfiniBand, 0 to 15, to keep this traffic apart from other (NVSHMEM_IB_SL). None: 0.
+      nvshmem_traffic_class: of RoCE, 0 to 255 (NVSHMEM_IB_TRAFFIC_CLASS). None: 0.
+      nvshmem_hcas: names of the network cards to use, such as ("mlx5_0", "mlx5_1:1") (NVSHMEM_HCA_LIST). Empty: those
+        that NVSHMEM finds close to the GPU.
 
     Raises:
       ValueError, TypeError: a value outside its range.
@@ -76,6 +89,13 @@ class Config:
     node_sms: int | None = None
     node_chunk: int | None = None
     put_delay_s: float = 0.0
+    transport: str = "auto"
+    nvshmem_bytes: int | None = None
+    nvshmem_qps: int | None = None
+    nvshmem_qp_depth: int | None = None
+    nvshmem_service_level: int | None = None
+    nvshmem_traffic_class: int | None = None
+    nvshmem_hcas: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.num_sms is not None:
@@ -101,6 +121,33 @@ class Config:
             _positive("node_chunk", self.node_chunk, numbers.Integral, "a positive int, or None for what fits")
         if self.put_delay_s:
             _positive("put_delay_s", self.put_delay_s, numbers.Real, "0 to 1 seconds", 1.0)
+        self._check_transport()
+
+    def _check_transport(self):
+        if self.transport not in ("auto", "nvshmem"):
+            raise ValueError(f'Config: got transport={self.transport!r}, expected "auto" or "nvshmem"')
+        if self.transport == "nvshmem" and self.put_delay_s:
+            raise ValueError(f"Config: got put_delay_s={self.put_delay_s!r}, expected 0 with transport='nvshmem'")
+        if self.nvshmem_bytes is not None:
+            _positive("nvshmem_bytes", self.nvshmem_bytes, numbers.Integral, "a positive number of bytes, or None")
+        if self.nvshmem_qps is not None:
+            _positive("nvshmem_qps", self.nvshmem_qps, numbers.Integral, "1 to 64, or None for NVSHMEM's default", 64)
+        depth = self.nvshmem_qp_depth
+        if depth is not None:
+            expected = "a power of two from 128 to 32768, or None for NVSHMEM's default"
+            _positive("nvshmem_qp_depth", depth, numbers.Integral, expected, 1 << 15)
+            if depth < 128 or depth & (depth - 1):
+                raise ValueError(f"Config: got nvshmem_qp_depth={depth!r}, expected {expected}")
+        for name, most in (("nvshmem_service_level", 15), ("nvshmem_traffic_class", 255)):
+            value = getattr(self, name)
+            if value is None or (value == 0 and type(value) is int):
+                continue
+            _positive(name, value, numbers.Integral, f"0 to {most}, or None for NVSHMEM's default", most)
+        hcas = self.nvshmem_hcas
+        if not isinstance(hcas, tuple) or not all(isinstance(name, str) and name for name in hcas):
+            raise TypeError(f"Config: got nvshmem_hcas={hcas!r}, expected a tuple of names of network cards")
+        if any(set(name) & set(", ^") for name in hcas):
+            raise ValueError(f"Config: got nvshmem_hcas={hcas!r}, expected names alone, without commas and spaces")
 
 
 def _positive(name: str, value, kind: type, expected: str, most: float = float("inf")) -> None:

@@ -150,7 +150,15 @@ def most_devices(groups: Sequence[Sequence[Member]]) -> int:
     return max(len(local_devices(groups, process)) for process in processes(groups))
 
 
-def arena_key(groups: Groups, shape: Sequence[int], protocol: int | None = None) -> str:
+_NVSHMEM_KEY = "nvshmem-"
+
+
+def is_over_nvshmem(key: str) -> bool:
+    """Whether an arena lies in NVSHMEM's symmetric heap, by its name."""
+    return key.startswith(_NVSHMEM_KEY)
+
+
+def arena_key(groups: Groups, shape: Sequence[int], protocol: int | None = None, *, over_nvshmem: bool = False) -> str:
     """Name of the symmetric memory that serves ``groups``: equal in all processes, new for any other placement.
 
     Args:
@@ -159,9 +167,10 @@ def arena_key(groups: Groups, shape: Sequence[int], protocol: int | None = None)
       shape: ``(count_words, staging_bytes, num_slots, num_nodes)``, the size class from
         ``_ffi.arena_shape`` or its kin; calls of different shapes in one size class share an arena.
       protocol: of the extension (default: the one that is built); ranks of different protocols never meet.
+      over_nvshmem: rows cross between nodes by NVSHMEM; XLA's instantiate knows it by the name alone.
 
     Returns:
-      32 hexadecimal digits.
+      32 hexadecimal digits, after a word for those over NVSHMEM.
     """
     if protocol is None:
         from jax_ep import _ffi
@@ -169,4 +178,4 @@ def arena_key(groups: Groups, shape: Sequence[int], protocol: int | None = None)
         protocol = _ffi.protocol()
     placement = tuple(tuple((int(p), int(d)) for p, d in group) for group in groups)
     text = repr((int(protocol), placement, *(int(n) for n in shape)))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return (_NVSHMEM_KEY if over_nvshmem else "") + hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -245,7 +245,8 @@ def _attributes(call: Call, groups, num_slots: int) -> dict:
         first_timeout_ns=_nanoseconds(config.first_call_timeout_s),
         timeout_ns=_nanoseconds(config.timeout_s),
     )
-    key = group_lib.arena_key(groups, shape)
+    over_nvshmem = bootstrap.over_nvshmem(groups, config, spec.num_nodes)
+    key = group_lib.arena_key(groups, shape, over_nvshmem=over_nvshmem)
     # XLA's instantiate binds too, but XLA does not call it for executables from the persistent cache (jax 0.11.2).
     all_sms = config.num_sms or 0
     if spec.num_nodes > 1:  # the carrier is resident beside at least one block

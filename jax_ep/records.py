@@ -3,7 +3,7 @@
 A record is JSON::
 
     {"reason": "" or why this process cannot use CUDA, "protocol": 1, "host": "...",
-     "launches_block": false, "address": "...", "nonce": "hex",
+     "launches_block": false, "address": "...", "nonce": "hex", "nvshmem": "" or why this process cannot use it,
      "devices": [{"local_hardware_id": 0, "uuid": "GPU-...", "num_sms": 132, "compute_capability": [9, 0],
                   "pool_exportable": true, "no_access": ["GPU-..."]}]}
 
@@ -51,8 +51,11 @@ def host_identity() -> str:
     return f"{boot}/{os.readlink('/proc/self/ns/net')}"
 
 
-def describe_process(module: Any, ordinals: list[int], address: str, nonce: bytes) -> Record:
-    """The record of this process. `module` is the extension, `ordinals` the devices that JAX uses here."""
+def describe_process(module: Any, ordinals: list[int], address: str, nonce: bytes, nvshmem: str = "") -> Record:
+    """The record of this process. `module` is the extension, `ordinals` the devices that JAX uses here.
+
+    `nvshmem`: "" or why it cannot be used.
+    """
     devices = []
     for ordinal in ordinals:
         info = module.device_info(ordinal)
@@ -74,6 +77,7 @@ def describe_process(module: Any, ordinals: list[int], address: str, nonce: byte
         "launches_block": os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
         "address": address,
         "nonce": nonce.hex(),
+        "nvshmem": nvshmem,
         "devices": devices,
     }
 
@@ -102,6 +106,21 @@ def collect_text(world: World, name: str, deadline: float) -> str | None:
         if "DEADLINE_EXCEEDED" in str(error):
             return None
         raise errors.SetupError(f"{name} could not be read from the coordination service: {error}") from error
+
+
+def claim_text(world: World, name: str, text: str) -> str:
+    """Writes `text` under `name` unless something stands there, and returns what stands there then.
+
+    Raises:
+      SetupError: the coordination service failed.
+    """
+    try:
+        world.client.key_value_set(f"jax_ep/{name}", text, allow_overwrite=False)
+        return text
+    except Exception as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise errors.SetupError(f"{name} could not be written to the coordination service: {error}") from error
+    return collect_text(world, name, time.monotonic() + 60) or text
 
 
 def publish(world: World, record: Record) -> None:
@@ -164,8 +183,11 @@ def gpu_numbers(groups: Groups, records: Mapping[int, Record]) -> list[list[int]
     return [[numbers.setdefault(devices[int(p), int(d)]["uuid"], len(numbers)) for p, d in one] for one in groups]
 
 
-def why_not(groups: Groups, records: Mapping[int, Record]) -> str:
-    """Why `groups` cannot exchange rows over CUDA, or "". Takes the records of all processes in `groups`."""
+def why_not(groups: Groups, records: Mapping[int, Record], num_nodes: int = 1) -> str:
+    """Why `groups` cannot exchange rows over CUDA, or "". Takes the records of all processes in `groups`.
+
+    `num_nodes`: each of as many consecutive ranks, which must be on one host.
+    """
     for process in sorted(records):
         if records[process]["reason"]:
             return f"process {process}: {records[process]['reason']}"
@@ -176,10 +198,12 @@ def why_not(groups: Groups, records: Mapping[int, Record]) -> str:
     for one in groups:
         members = [(int(p), int(d)) for p, d in one]
         hosts = {records[p]["host"] for p, _ in members}
-        if len(hosts) > 1:
+        per_node = -(-len(members) // num_nodes)
+        nodes = (members[first : first + per_node] for first in range(0, len(members), per_node))
+        if len(hosts) > 1 and any(len({records[p]["host"] for p, _ in node}) > 1 for node in nodes):
             return (
-                f"ranks of one group are on {len(hosts)} hosts (or network namespaces); "
-                "groups over several hosts come later"
+                f"ranks of one group are on {len(hosts)} hosts (or network namespaces); Config(ranks_per_node=N) must "
+                "make nodes of N consecutive ranks, each on one host"
             )
         for member in members:
             if member not in devices:
@@ -216,6 +240,25 @@ def why_not_over_nodes(groups: Groups, records: Mapping[int, Record]) -> str:
                 )
     if max_num_sms(groups, records) < 2:
         return "ranks over several nodes need two SMs each, and more share a GPU than that allows"
+    return ""
+
+
+def num_hosts(groups: Groups, records: Mapping[int, Record]) -> int:
+    """The most hosts that one of `groups` is on."""
+    return max(len({records[int(process)]["host"] for process, _ in one}) for one in groups)
+
+
+def why_not_nvshmem(groups: Groups, records: Mapping[int, Record]) -> str:
+    """What keeps `groups` from the transport nvshmem."""
+    for process in sorted(records):
+        record = records[process]
+        if record.get("nvshmem"):
+            return f"process {process}: {record['nvshmem']}"
+        if len(record["devices"]) != 1:
+            return (
+                f"process {process} has {len(record['devices'])} GPUs, and NVSHMEM wants a process for each: give "
+                "every process one (JAX_LOCAL_DEVICE_IDS)"
+            )
     return ""
 
 

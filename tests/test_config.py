@@ -35,6 +35,18 @@ from jax_ep import testing
         ("ranks_per_node", -2, ValueError),
         ("ranks_per_node", 2.0, TypeError),
         ("ranks_per_node", True, TypeError),
+        ("transport", "ucx", ValueError),
+        ("nvshmem_bytes", 0, ValueError),
+        ("nvshmem_qps", 65, ValueError),
+        ("nvshmem_qps", 0, ValueError),
+        ("nvshmem_qp_depth", 64, ValueError),
+        ("nvshmem_qp_depth", 1000, ValueError),
+        ("nvshmem_qp_depth", 1 << 16, ValueError),
+        ("nvshmem_service_level", 16, ValueError),
+        ("nvshmem_service_level", False, TypeError),
+        ("nvshmem_traffic_class", -1, ValueError),
+        ("nvshmem_hcas", "mlx5_0", TypeError),
+        ("nvshmem_hcas", ("mlx5_0,mlx5_1",), ValueError),
     ],
 )
 def test_mistakes_name_the_knob(name, value, error):

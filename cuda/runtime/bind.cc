@@ -53,7 +53,8 @@ std::string call_python(const BindRequest &request, const ArenaShape &shape) {
 }
 
 void bind(const std::string &key, const PyGroups &groups, int process, int num_ranks, int count_words,
-          int64_t staging_bytes, int num_slots, int num_nodes, int max_num_sms, double timeout_s, const std::vector<std::vector<int>> &gpus) {
+          int64_t staging_bytes, int num_slots, int num_nodes, int max_num_sms, double timeout_s,
+          const std::vector<std::vector<int>> &gpus, int64_t heap_offset) {
   BindSpec spec;
   spec.key = key;
   spec.gpus = gpus;
@@ -64,6 +65,7 @@ void bind(const std::string &key, const PyGroups &groups, int process, int num_r
   spec.process = process;
   spec.shape = ArenaShape{num_ranks, count_words, staging_bytes, num_slots, num_nodes};
   spec.max_num_sms = max_num_sms;
+  spec.heap_offset = heap_offset;
   spec.deadline = Clock::now() + std::chrono::nanoseconds(int64_t(timeout_s * 1e9));
   Registry::get().bind(spec);
 }
@@ -105,7 +107,8 @@ void export_bind(nb::module_ &m) {
   m.def("set_bind_callback", [](nb::object fn) { callback() = std::move(fn); }, nb::arg("fn").none());
   m.def("bind", &bind, nb::call_guard<nb::gil_scoped_release>(), nb::arg("key"), nb::arg("groups"),
         nb::arg("process"), nb::arg("num_ranks"), nb::arg("count_words"), nb::arg("staging_bytes"),
-        nb::arg("num_slots"), nb::arg("num_nodes"), nb::arg("max_num_sms"), nb::arg("timeout_s"), nb::arg("gpus"));
+        nb::arg("num_slots"), nb::arg("num_nodes"), nb::arg("max_num_sms"), nb::arg("timeout_s"), nb::arg("gpus"),
+        nb::arg("heap_offset") = -1);
   m.def("attach", &attach, nb::arg("key"), nb::arg("num_sms"), "whether a call site finds its arena bound already");
 }
 

@@ -12,18 +12,25 @@ void Peers::add(int process, PeerProcess record) {
   }
 }
 
-Peers::Mapped Peers::map(Clients *clients, int process, int device, const std::string &key, const ArenaShape &shape,
-                         const std::vector<int> &for_devices, Deadline deadline) {
-  std::lock_guard<std::mutex> lock(mutex_);
+Answer Peers::ask(Clients *clients, int process, Request request, Deadline deadline) {
   const auto record = processes_.find(process);
   if (record == processes_.end()) fail("no record of process " + std::to_string(process));
-  const auto ask = [&](Ask what) {
-    auto client = clients->find(process);
-    if (client == clients->end()) {
-      client = clients->emplace(process, Client(record->second.address, record->second.nonce, deadline)).first;
-    }
+  auto client = clients->find(process);
+  if (client == clients->end()) {
+    client = clients->emplace(process, Client(record->second.address, record->second.nonce, deadline)).first;
+  }
+  return client->second.call(request, deadline);
+}
+
+Peers::Mapped Peers::map(Clients *clients, int process, int device, const std::string &key, const ArenaShape &shape,
+                         const std::vector<int> &for_devices, Deadline deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  Mapped mapped;
+  const auto arena_id = std::make_tuple(key, process, device);
+  auto arena = arenas_.find(arena_id);
+  if (arena == arenas_.end()) {
     Request request;
-    request.ask = uint32_t(what);
+    request.ask = uint32_t(Ask::kArena);
     request.device = device;
     request.num_ranks = shape.num_ranks;
     request.count_words = shape.count_words;
@@ -32,32 +39,33 @@ Peers::Mapped Peers::map(Clients *clients, int process, int device, const std::s
     request.num_nodes = shape.num_nodes;
     if (key.size() >= sizeof(request.key)) fail("key too long");
     std::memcpy(request.key, key.data(), key.size());
-    return client->second.call(request, deadline);
-  };
-
-  Mapped mapped;
-  const auto arena_id = std::make_tuple(key, process, device);
-  auto arena = arenas_.find(arena_id);
-  if (arena == arenas_.end()) {
-    const Answer answer = ask(Ask::kArena);
+    const Answer answer = ask(clients, process, request, deadline);
     if (answer.status != Status::kOk || answer.bytes < shape.bytes()) fail("the peer's arena is too small");
     arena = arenas_.emplace(arena_id, Mapping::import(answer.fd, answer.bytes)).first;
     ++num_arenas_;
   }
   arena->second.grant(for_devices);
   mapped.arena = arena->second.base();
+  lock.unlock();
+  mapped.pool = map_pool(clients, process, device, for_devices, deadline);
+  return mapped;
+}
 
+char *Peers::map_pool(Clients *clients, int process, int device, const std::vector<int> &for_devices, Deadline deadline) {
+  std::lock_guard<std::mutex> lock(mutex_);
   const auto pool_id = std::make_pair(process, device);
   auto pool = pools_.find(pool_id);
   if (pool == pools_.end()) {
-    const Answer answer = ask(Ask::kPool);
-    if (answer.status == Status::kNone) return mapped;
+    Request request;
+    request.ask = uint32_t(Ask::kPool);
+    request.device = device;
+    const Answer answer = ask(clients, process, request, deadline);
+    if (answer.status == Status::kNone) return nullptr;
     pool = pools_.emplace(pool_id, Mapping::import(answer.fd, answer.bytes)).first;
     ++num_pools_;
   }
   pool->second.grant(for_devices);
-  mapped.pool = pool->second.base();
-  return mapped;
+  return pool->second.base();
 }
 
 } // namespace jax_ep

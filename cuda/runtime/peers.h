@@ -33,11 +33,15 @@ class Peers {
   using Clients = std::map<int, Client>;
   Mapped map(Clients *clients, int process, int device, const std::string &key, const ArenaShape &shape,
              const std::vector<int> &for_devices, Deadline deadline);
+  // The pool alone.
+  char *map_pool(Clients *clients, int process, int device, const std::vector<int> &for_devices, Deadline deadline);
 
   int num_arenas() const { return num_arenas_; }
   int num_pools() const { return num_pools_; }
 
  private:
+  Answer ask(Clients *clients, int process, Request request, Deadline deadline);
+
   std::mutex mutex_; // guards the maps; imports run under the bind lock of the registry, one at a time
   std::map<int, PeerProcess> processes_;
   std::map<std::tuple<std::string, int, int>, Mapping> arenas_; // key, process, device

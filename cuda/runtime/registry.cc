@@ -74,7 +74,13 @@ bool Registry::serves(std::string_view key, int num_sms) {
   return bound != bound_.end() && num_sms <= bound->second.max_num_sms;
 }
 
-Registry::Arena &Registry::arena(const std::string &key, int device, const ArenaShape &shape) {
+void Registry::set_heap(SymmetricHeap heap) {
+  std::lock_guard<std::mutex> lock(arenas_mutex_);
+  if (heap_.base) fail("this process has a symmetric heap already");
+  heap_ = std::move(heap);
+}
+
+Registry::Arena &Registry::arena(const std::string &key, int device, const ArenaShape &shape, int64_t heap_offset) {
   std::lock_guard<std::mutex> lock(arenas_mutex_);
   const auto id = std::make_pair(key, device);
   const auto found = arenas_.find(id);
@@ -91,7 +97,12 @@ Registry::Arena &Registry::arena(const std::string &key, int device, const Arena
   Arena made;
   made.shape = shape;
   made.device = device;
-  made.memory = Mapping::create(device, round_up(shape.bytes(), 128) + int64_t(shape.num_ranks) * sizeof(Peer));
+  if (heap_offset >= 0) { // nothing is zeroed: peers may have put there already
+    if (heap_offset + heap_arena_bytes(shape) > heap_.bytes) fail("an arena past the end of the symmetric heap");
+    made.in_heap = heap_.base + heap_offset;
+    return arenas_.emplace(id, std::move(made)).first->second;
+  }
+  made.memory = Mapping::create(device, round_up(shape.bytes(), 128) + made.table_bytes());
   // Flags, mailboxes and workspace; staging is read only where a flag says that it was written.
   local.zero(made.memory.base(), shape.staging());
   return arenas_.emplace(id, std::move(made)).first->second;
@@ -134,6 +145,7 @@ Answer Registry::answer(const Request &request) {
         fail("an arena of impossible shape was asked for");
       }
       const Arena &own = arena(request.key, device, shape);
+      if (own.in_heap) fail("an arena in the symmetric heap was asked for");
       answer.fd = own.memory.export_fd();
       answer.bytes = own.memory.bytes();
       break;
@@ -156,12 +168,27 @@ std::unique_ptr<RankContext> Registry::make_context(const BindSpec &spec, size_t
   context->pool = pool(context->device);
   context->counters = std::make_shared<RankContext::Counters>();
 
+  const bool is_in_heap = spec.heap_offset >= 0;
+  const int per_node = spec.shape.ranks_per_node();
   std::vector<Peer> table;
+  std::vector<int32_t> pes;
   for (const Member &m : group) {
     Peer peer{};
+    const int number = int(table.size());
+    pes.push_back(m.process);
     if (m.process == spec.process) {
-      peer.arena = arena(spec.key, m.device, spec.shape).memory.base();
+      peer.arena = arena(spec.key, m.device, spec.shape, spec.heap_offset).base();
       peer.same_process = 1;
+    } else if (is_in_heap && number / per_node != rank / per_node) {
+      // Puts alone go there, even where it could be reached: no address.
+    } else if (is_in_heap) {
+      char *heap = size_t(m.process) < heap_.at.size() ? heap_.at[size_t(m.process)] : nullptr;
+      if (!heap) {
+        fail("rank " + std::to_string(number) + " is to be on the node of rank " + std::to_string(rank) +
+             ", but NVSHMEM does not reach its memory from there; is NVSHMEM_DISABLE_P2P set?");
+      }
+      peer.arena = heap + spec.heap_offset;
+      peer.pool = peers_.map_pool(clients, m.process, m.device, local, spec.deadline);
     } else {
       const Peers::Mapped mapped =
           peers_.map(clients, m.process, m.device, spec.key, spec.shape, local, spec.deadline);
@@ -172,21 +199,26 @@ std::unique_ptr<RankContext> Registry::make_context(const BindSpec &spec, size_t
     table.push_back(peer);
     context->same_process.push_back(uint8_t(peer.same_process));
   }
-  const Arena &own = arena(spec.key, context->device, spec.shape);
+  const Arena &own = arena(spec.key, context->device, spec.shape, spec.heap_offset);
   LocalDevice &device = LocalDevice::get(context->device);
   device.store(own.table(), table.data(), int64_t(table.size() * sizeof(Peer)));
-  context->arena = own.memory.base();
+  context->arena = own.base();
   context->peers = reinterpret_cast<const Peer *>(own.table());
   context->failure = records_.take(context->device);
   if (spec.shape.has_nodes()) {
     DeviceGuard guard(context->device);
     check(make_carrier(&context->carrier), "the stream of a carrier");
+    context->launch_carrier = is_in_heap ? heap_.launch : launch_test_carrier;
+  }
+  if (is_in_heap) {
+    device.store(own.pes(), pes.data(), int64_t(pes.size() * sizeof(int32_t)));
+    context->pes = reinterpret_cast<const int32_t *>(own.pes());
   }
 
   // One word to each peer: a mapping that does not carry a store fails here, at compile time.
   const uint64_t one = 1;
   for (size_t p = 0; p < table.size(); ++p) {
-    if (int(p) != rank) device.store(table[p].arena + offsetof(Control, warm), &one, sizeof(one));
+    if (int(p) != rank && table[p].arena) device.store(table[p].arena + offsetof(Control, warm), &one, sizeof(one));
   }
   return context;
 }
@@ -202,6 +234,7 @@ void Registry::bind(const BindSpec &spec) {
   bound.max_num_sms = std::min(spec.max_num_sms, kMaxBlocks);
 
   // Own side first: peers may ask for these arenas from now on.
+  if (spec.heap_offset >= 0 && !heap_.base) fail("there is no symmetric heap");
   if (spec.gpus.size() != spec.groups.size()) fail("the GPU numbers do not fit the groups");
   for (const auto &one : spec.gpus)
     if (int(one.size()) != spec.shape.num_ranks) fail("the GPU numbers do not fit the groups");
@@ -211,14 +244,14 @@ void Registry::bind(const BindSpec &spec) {
     for (int device : local) {
       LocalDevice::get(device).warm();
       records_.reserve(device);
-      Arena &own = arena(spec.key, device, spec.shape);
+      Arena &own = arena(spec.key, device, spec.shape, spec.heap_offset);
       SetupTimer timer(SetupPhase::kPeers);
       for (int peer : local) {
         if (!can_access_peer(peer, device)) {
           fail("device " + std::to_string(peer) + " has no peer access to device " + std::to_string(device));
         }
       }
-      own.memory.grant(local);
+      if (!own.in_heap) own.memory.grant(local);
     }
     SetupTimer timer(SetupPhase::kPeers);
     enable_peer_access(local);
@@ -261,7 +294,7 @@ void Registry::reset() {
   {
     std::lock_guard<std::mutex> lock(arenas_mutex_);
     for (const auto &[id, arena] : arenas_) {
-      LocalDevice::get(arena.device).zero(arena.memory.base(), arena.shape.staging());
+      LocalDevice::get(arena.device).zero(arena.base(), arena.shape.staging());
     }
   }
   std::unique_lock<std::shared_mutex> lock(bound_mutex_);
@@ -290,6 +323,7 @@ Stats Registry::stats() {
     std::lock_guard<std::mutex> lock(arenas_mutex_);
     s.arenas = int64_t(arenas_.size());
     for (const auto &[id, arena] : arenas_) s.symmetric_bytes += arena.memory.bytes();
+    s.symmetric_bytes += heap_.bytes;
   }
   {
     std::lock_guard<std::mutex> lock(pools_mutex_);

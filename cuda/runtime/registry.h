@@ -58,6 +58,8 @@ struct RankContext {
   const Pool *pool = nullptr;       // own XLA pool; pool->base null when not registered
   FailureRecord *failure = nullptr; // pinned host memory, also readable/writable by the device at this address
   Carrier carrier{};                // several nodes
+  LaunchCarrier launch_carrier = nullptr;
+  const int32_t *pes = nullptr;     // device memory, [num_ranks]: their numbers in NVSHMEM; null: another transport
   struct Counters;                  // calls of several kinds (atomics, defined in registry.cc)
   int64_t count_call(const CountedCall &call) const; // returns how many calls before this one received
   std::shared_ptr<Counters> counters;
@@ -76,7 +78,17 @@ struct BindSpec {
   int process = 0; // this process's index
   ArenaShape shape{};
   int max_num_sms = 0; // the most blocks per rank that keep all ranks' blocks resident together
+  int64_t heap_offset = -1; // where the arenas lie in the symmetric heap of every process; -1: in memory of their own
   Deadline deadline{};
+};
+
+// Symmetric memory of a transport between hosts, of one device: the same bytes from the same offset on in all processes.
+// Zeroed on all of them.
+struct SymmetricHeap {
+  char *base = nullptr; // null: none
+  int64_t bytes = 0;
+  LaunchCarrier launch = nullptr;
+  std::vector<char *> at; // by process: its base as this process sees it, null where it does not
 };
 
 struct Stats {
@@ -107,6 +119,7 @@ class Registry {
   Pool register_pool(int device, uint64_t small_ptr, uint64_t large_ptr); // idempotent
   Answer answer(const Request &request);              // the service's handler
   Peers &peers() { return peers_; }
+  void set_heap(SymmetricHeap heap);                  // once
 
   void synchronize();                                 // waits until the devices of all groups are idle
   void reset();                                       // clears every arena's flags and every record
@@ -116,10 +129,14 @@ class Registry {
  private:
   struct Arena {
     Mapping memory;
+    char *in_heap = nullptr; // instead of memory
     ArenaShape shape{};
     int device = 0;
+    char *base() const { return in_heap ? in_heap : memory.base(); }
     // After the arena's own bytes, and therefore outside reset: the table of peers.
-    char *table() const { return memory.base() + round_up(shape.bytes(), 128); }
+    char *table() const { return base() + round_up(shape.bytes(), 128); }
+    int64_t table_bytes() const { return int64_t(shape.num_ranks) * sizeof(Peer); }
+    char *pes() const { return table() + table_bytes(); } // in the heap alone
   };
   struct Bound {
     int max_num_sms = 0;
@@ -131,7 +148,7 @@ class Registry {
     PoolRange range;
   };
 
-  Arena &arena(const std::string &key, int device, const ArenaShape &shape);
+  Arena &arena(const std::string &key, int device, const ArenaShape &shape, int64_t heap_offset = -1);
   const Pool *pool(int device);
   std::unique_ptr<RankContext> make_context(const BindSpec &spec, size_t group_index, int rank,
                                             const std::vector<int> &local, Peers::Clients *clients);
@@ -143,6 +160,7 @@ class Registry {
   std::map<std::pair<std::string, int>, Arena> arenas_; // key, device
   std::mutex pools_mutex_;
   std::map<int, RegisteredPool> pools_; // by device; entries never change once made
+  SymmetricHeap heap_; // set before the first bind that names an offset in it
   RecordSlab records_;
   Peers peers_;
 };

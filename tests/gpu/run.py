@@ -71,6 +71,12 @@ def stages(cache: str) -> list[Stage]:
         Stage("R=8 nodes", 8, 150, (*nodes, "4", "--put-delay", "2e-5")),
     ]
     plan += [Stage("R=8 four nodes", 8, 150, (*nodes, "2"))]
+    nvshmem = ("-s", "--transport", "nvshmem", *nodes)
+    plan += [
+        Stage("R=4 nodes nvshmem", 4, 150, (*nvshmem, "2")),
+        Stage("R=8 nodes nvshmem", 8, 150, (*nvshmem, "4")),
+        Stage("R=8 four nodes nvshmem", 8, 150, (*nvshmem, "2")),
+    ]
     plan += [Stage("R=2 programs", 2, 120, (programs,), alone)]
     plan += [Stage("R=4 programs", 4, 150, (programs, "-k", "not longer"), alone)]
     plan += [Stage("R=8 programs", 8, 120, (programs, "-k", "not 10000 and not longer"), alone)]

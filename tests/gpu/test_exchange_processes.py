@@ -8,6 +8,7 @@ handle reuse; straight into the peers' buffers, through staging, and XLA's colle
 import dataclasses
 import functools
 import math
+import pathlib
 
 import jax
 import numpy as np
@@ -38,9 +39,19 @@ class _Processes(ExchangeCases):
         self.implementation = request.config.getoption("--implementation")
         self.mode, self.is_split = (request.config.getoption(name) for name in ("--mode", "--split"))
         self.ranks_per_node, delay = (request.config.getoption(name) for name in ("--ranks-per-node", "--put-delay"))
+        transport = request.config.getoption("--transport")
         self.config = dataclasses.replace(
-            self.config, copies=request.config.getoption("--copies"), put_delay_s=delay, node_chunk=3 if delay else None
+            self.config,
+            copies=request.config.getoption("--copies"),
+            put_delay_s=delay,
+            node_chunk=3 if delay else None,
+            transport=transport,
+            nvshmem_bytes=1 << 30,
         )
+        if transport == "nvshmem" and jax_ep.debug.stats()["setup_ms"]["nvshmem"] == 0:
+            # All processes set it up together, before groups of some of them.
+            sizes = Sizes(jax.device_count(), 3 * jax.device_count())
+            self.run(sizes, self.routing("masked", sizes))
 
     def run(self, sizes, topk_idx, seed=0):
         if sizes.num_ranks > jax.device_count():
@@ -63,7 +74,8 @@ class _Processes(ExchangeCases):
 
 
 class TestExchange(_Processes):
-    """The default: straight into the peers' buffers where that is safe. --ranks-per-node: over the test transport."""
+    """The default: straight into the peers' buffers where that is safe. --ranks-per-node: over the test transport, or
+    that of --transport."""
 
     def test_one_put_per_token_and_node(self):
         """Over all ranks; every rank puts the rows of its tokens, and the sums of its partners'."""
@@ -122,6 +134,16 @@ def test_no_failure_was_recorded():
 def test_puts_were_used_if_asked_for(request):
     nodes = request.config.getoption("--ranks-per-node") is not None
     assert (jax_ep.debug.stats()["rows_put"] > 0) == (nodes and request.config.getoption("--implementation") == "cuda")
+
+
+def test_nvshmem_was_used_if_asked_for(request):
+    """After all others."""
+    setup_ms = jax_ep.debug.stats()["setup_ms"]
+    asked = request.config.getoption("--transport") == "nvshmem"
+    assert (setup_ms["nvshmem"] > 0) == asked
+    if asked:
+        assert "libnvshmem_host" in pathlib.Path("/proc/self/maps").read_text()
+        print("set-up, ms:", setup_ms)
 
 
 def test_vector_copies_were_used_if_asked_for(request):
