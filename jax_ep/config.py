@@ -1,4 +1,4 @@
-"""Tuning knobs of one call. jax_ep reads no environment variables."""
+"""Tuning knobs of one call. jax_ep reads no environment variables; NVSHMEM, which it may load, does."""
 
 from __future__ import annotations
 

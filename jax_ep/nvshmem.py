@@ -43,7 +43,7 @@ def problem() -> str:
     if importlib.util.find_spec("jax_ep._nvshmem") is None:
         return (
             "the transport nvshmem is not built: "
-            f"{_INSTALL}, then install jax_ep again, from source and with nvcc on the PATH"
+            f"{_INSTALL}, then install jax_ep from source, with nvcc on the PATH and pip's --no-build-isolation"
         )
     found = _wheel_version()
     if found is None:

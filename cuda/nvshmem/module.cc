@@ -10,8 +10,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -27,18 +29,20 @@ void check(cudaError_t status, const char *what) {
   throw std::runtime_error(std::string("SetupError: nvshmem: ") + what + ": " + cudaGetErrorString(status));
 }
 
-// As XLA left it, whatever happens.
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    check(cudaSetDevice(device), "cudaSetDevice");
-  }
-  ~OnDevice() { (void)cudaSetDevice(before_); }
-
- private:
-  int before_ = 0;
-};
+// In a thread of its own, so that no thread of XLA has another device afterwards, and nobody a context on one that it does
+// not use.
+template <class Work> void on_device(int device, Work work) {
+  std::exception_ptr problem;
+  std::thread([&] {
+    try {
+      check(cudaSetDevice(device), "cudaSetDevice");
+      work();
+    } catch (...) {
+      problem = std::current_exception();
+    }
+  }).join();
+  if (problem) std::rethrow_exception(problem);
+}
 
 std::tuple<int, int, int> loaded_version() {
   int major = 0, minor = 0, patch = 0;
@@ -53,20 +57,13 @@ nb::bytes unique_id() {
   return nb::bytes(reinterpret_cast<const char *>(&id), sizeof(id));
 }
 
-// Collective over all PEs. NVSHMEM would end the process itself where there is no device.
-void init(int pe, int num_pes, const std::string &id_bytes, int device) {
-  int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || device >= devices) {
-    (void)cudaGetLastError();
-    throw std::runtime_error("SetupError: nvshmem: device " + std::to_string(device) + " of " + std::to_string(devices));
-  }
+void init_here(int pe, int num_pes, const std::string &id_bytes) {
   if (nvshmemx_init_status() > NVSHMEM_STATUS_IS_BOOTSTRAPPED)
     throw std::runtime_error("SetupError: nvshmem: another part of this process (XLA with xla_gpu_experimental_enable_nvshmem?) "
                              "has initialised NVSHMEM, and a process can have one instance only");
   nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
   if (id_bytes.size() != sizeof(id)) throw std::runtime_error("SetupError: nvshmem: a unique id of another size");
   std::memcpy(&id, id_bytes.data(), sizeof(id));
-  OnDevice on(device);
   check(cudaFree(nullptr), "the device's context");
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
   int status = nvshmemx_set_attr_uniqueid_args(pe, num_pes, &id, &attributes), provided = 0;
@@ -84,9 +81,18 @@ void init(int pe, int num_pes, const std::string &id_bytes, int device) {
   check(jax_ep::load_nvshmem_carrier(), "loading the carrier");
 }
 
-// Collective. Zeroed here, but not yet elsewhere when it returns.
-uintptr_t allocate(int64_t bytes, int device) {
-  OnDevice on(device);
+// Collective over all PEs. NVSHMEM would end the process itself where there is no device.
+void init(int pe, int num_pes, const std::string &id_bytes, int device) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || device >= devices) {
+    (void)cudaGetLastError();
+    throw std::runtime_error("SetupError: nvshmem: got device " + std::to_string(device) + ", this process has " +
+                             std::to_string(devices));
+  }
+  on_device(device, [&] { init_here(pe, num_pes, id_bytes); });
+}
+
+uintptr_t allocate_here(int64_t bytes) {
   void *region = nvshmem_malloc(size_t(bytes));
   (void)cudaGetLastError();
   if (!region) {
@@ -105,6 +111,13 @@ uintptr_t allocate(int64_t bytes, int device) {
   return reinterpret_cast<uintptr_t>(region);
 }
 
+// Collective. Zeroed here, but not yet elsewhere when it returns.
+uintptr_t allocate(int64_t bytes, int device) {
+  uintptr_t region = 0;
+  on_device(device, [&] { region = allocate_here(bytes); });
+  return region;
+}
+
 // Where this process finds the region of each PE; 0: by puts alone.
 std::vector<uintptr_t> reachable(uintptr_t region, int num_pes) {
   std::vector<uintptr_t> at;
@@ -121,9 +134,10 @@ bool orders_network_writes(int device) {
 }
 
 void finalize(int device) {
-  OnDevice on(device);
-  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  nvshmem_finalize();
+  on_device(device, [] {
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    nvshmem_finalize();
+  });
 }
 
 } // namespace
