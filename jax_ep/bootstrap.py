@@ -321,7 +321,9 @@ def bind(
     if is_over_nvshmem:
         size = module.heap_arena_bytes(num_ranks, count_words, staging_bytes, num_slots, num_nodes)
         ordinal = known[index]["devices"][0]["local_hardware_id"]
-        is_one_host = len({record["host"] for record in known.values()}) == 1  # all processes of the job, the first time
+        is_one_host = (
+            len({record["host"] for record in known.values()}) == 1
+        )  # all processes of the job, the first time
         in_heap = (nvshmem.place(process.world, key, size, ordinal, is_one_host, deadline),)
     left = max(0.001, deadline - time.monotonic())
     members, gpus = records.with_ordinals(groups, known), records.gpu_numbers(groups, known)

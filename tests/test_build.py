@@ -57,3 +57,35 @@ def test_a_missing_tool_is_named(configure):
     assert "JAX_EP_CUDA=on, but nvcc was not found" in text and "-DCUDAToolkit_ROOT=DIR" in text
     status, text = configure("maybe")
     assert status != 0 and "JAX_EP_CUDA is 'maybe'; expected auto, on or off" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "has_library", "expected"),
+    [
+        ((3, 4, 5), False, "has no lib/libnvshmem_device.a; give another folder as JAX_EP_NVSHMEM_DIR"),
+        (
+            (3, 3, 20),
+            True,
+            "is 3.3.20, expected at least 3.4.5 and less than 4: pip install nvidia-nvshmem-cu13==3.4.5",
+        ),
+        ((4, 0, 0), True, "is 4.0.0, expected at least 3.4.5 and less than 4"),
+        (None, True, "no NVSHMEM (pip install nvidia-nvshmem-cu13==3.4.5, or -DJAX_EP_NVSHMEM_DIR)"),
+    ],
+)
+def test_nvshmem_that_cannot_be_built_against_is_named(tmp_path, version, has_library, expected):
+    """Missing altogether it is left out; what is there and does not do is an error."""
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("needs cmake")
+    files = ["include/nvshmem.h", "lib/libnvshmem_host.so.3", *["lib/libnvshmem_device.a"][: int(has_library)]]
+    for name in (*files, "include/non_abi/nvshmem_version.h"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), version or (), strict=False)
+    text = "".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {number}\n" for part, number in numbers)
+    (tmp_path / "include/non_abi/nvshmem_version.h").write_text(text)
+    where = f"-DJAX_EP_NVSHMEM_DIR={tmp_path}" if version else f"-DPython_EXECUTABLE={shutil.which('true')}"
+    command = [cmake, where, "-DCUDAToolkit_VERSION_MAJOR=13", "-P", ROOT / "cmake" / "Nvshmem.cmake"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode == 0) == (version is None)
+    assert expected in " ".join((done.stdout + done.stderr).split())
