@@ -38,7 +38,7 @@ class Service:
 def record(host, *, gpus=1, nvshmem=""):
     device = {"uuid": "GPU", "num_sms": 132, "compute_capability": [9, 0], "pool_exportable": True, "no_access": []}
     devices = [device | {"uuid": f"GPU-{host}{i}", "local_hardware_id": i} for i in range(gpus)]
-    same = {"reason": "", "protocol": 1, "address": "", "nonce": ""}
+    same = {"reason": "", "protocol": 1, "launches_block": False, "address": "", "nonce": ""}
     return same | {"host": host, "devices": devices, "nvshmem": nvshmem}
 
 
