@@ -92,6 +92,23 @@ show(jax.jit(run(moe, (P(), P("ep"), P("ep"), P("ep")))), weights, *args)
 """
 
 
+# Results that a scan keeps for the backward pass, in arrays of all turns, and that others use as well.
+SCAN = """
+def layer(x, idx, w, scale):
+    if IS_SPLIT:
+        recv = jax_ep.dispatch_done(jax_ep.dispatch_start(x, idx, w, **settings))
+        return jax_ep.combine_done(jax_ep.combine_start(recv.x * scale, recv.handle, weights=recv.weights))
+    recv = jax_ep.dispatch(x, idx, w, **settings)
+    return jax_ep.combine(recv.x * scale, recv.handle, weights=recv.weights)
+
+def loss(x, idx, w):
+    scales = jnp.linspace(0.5, 1, 12, dtype=x.dtype)
+    out = lax.scan(lambda x, scale: (layer(x, idx, w, scale), None), x, scales)[0]
+    return jnp.sum(out.astype(jnp.float32) ** 2)
+
+show(jax.jit(run(jax.grad(loss, (0, 2)), P("ep"))), *args)
+"""
+
 # examples/overlap.py, which checks this by itself where it runs.
 EXAMPLE = """
 sys.path.insert(0, EXAMPLES)
@@ -160,6 +177,17 @@ def test_rows_are_not_copied(layout_and_hlo):
     assert re.search(rows, hlo)
     assert not re.findall(rf"= {rows}\S* (?:copy|transpose|copy-start)\(", hlo)
     assert not re.findall(r" sort\(", hlo)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_calls_of_a_scan_run_once(is_split):
+    """XLA of jax 0.11.2 made two of a dispatch and of a done, before a barrier stood behind them (lowering.py)."""
+    hlo = compiled(f"IS_SPLIT = {is_split}" + SCAN, "expert")
+    forward = (
+        ["dispatch_start", "dispatch_done", "combine_start", "combine_done"] if is_split else ["dispatch", "combine"]
+    )
+    ours = re.findall(r'custom_call_target="jax_ep_(\w+)"', hlo)
+    assert sorted(ours) == sorted([*forward, "redispatch", "combine"])
 
 
 def test_what_runs_between_start_and_done():
