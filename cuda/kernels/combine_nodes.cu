@@ -100,7 +100,7 @@ cudaError_t launch_combine_nodes(CombineParams p, cudaStream_t stream) {
   if (!kernel || plans.plan.pull.num_warps < 1 || plans.last.num_warps < 1 || plans.nodes.tokens < 1 ||
       (has_partials(p.layout, p.quantize) && plans.plan.reduce.num_warps < 1))
     return cudaErrorInvalidConfiguration;
-  p.call.tag = tag_with(tag_with(p.call.tag, p.num_blocks), plans.nodes.tokens); // blocks and rounds go in pairs
+  p.call.tag = tag_with(p.call.tag, pairs_number(plans.nodes, p.num_blocks));
   kernel<<<p.num_blocks, kThreads, plans.plan.bytes, stream>>>(p, plans);
   return cudaGetLastError();
 }

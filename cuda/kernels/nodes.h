@@ -34,6 +34,13 @@ inline NodePlan make_node_plan(const CallParams &call, int64_t row_bytes, int64_
   return n;
 }
 
+// For the call's tag: blocks and rounds of partners go in pairs. One number of the two, since a tag that takes them one
+// after the other is the same for 8 blocks of 16 tokens as for 16 of 8, and for 8 of 8 as for 16 of 16.
+inline int32_t pairs_number(const NodePlan &n, int num_blocks) {
+  static_assert(int64_t(kMaxNodeBlocks + 1) * (kMaxNodeTokens + 1) < INT32_MAX);
+  return num_blocks * (kMaxNodeTokens + 1) + n.tokens;
+}
+
 // As launch_dispatch and launch_combine. All ranks use as many blocks, at most kMaxNodeBlocks; a carrier must run beside.
 cudaError_t launch_dispatch_nodes(DispatchParams p, cudaStream_t stream);
 cudaError_t launch_combine_nodes(CombineParams p, cudaStream_t stream);
