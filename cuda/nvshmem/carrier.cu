@@ -18,13 +18,17 @@ struct Puts {
   // Does not wait until the bytes have left: nobody changes them before the peer has answered (docs/memory_order.md).
   __device__ void carry(const Put &put) const {
     const int pe = p.pes[put.peer];
-    // A network card reads what the call's kernel published to this device alone.
-    if (!nvshmem_ptr(p.arena, pe)) __threadfence_system();
     uint64_t *word = reinterpret_cast<uint64_t *>(p.arena + put.signal);
-    if (put.bytes)
+    // For a network card, which reads what the call's kernel published to this device alone; and for a word without bytes,
+    // which is a bare store over NVLink: whoever reads it may store over what was read here before.
+    __threadfence_system();
+    if (put.bytes) {
       nvshmemx_putmem_signal_nbi_block(p.arena + put.dst, p.arena + put.src, size_t(put.bytes), word, put.value,
                                        NVSHMEM_SIGNAL_SET, pe);
-    else if (threadIdx.x == 0) nvshmemx_signal_op(word, put.value, NVSHMEM_SIGNAL_SET, pe);
+    } else {
+      __syncthreads(); // all threads have read the entry, which the word may free
+      if (threadIdx.x == 0) nvshmemx_signal_op(word, put.value, NVSHMEM_SIGNAL_SET, pe);
+    }
   }
 };
 
