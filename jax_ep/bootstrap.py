@@ -67,7 +67,8 @@ class _Process:
                     for device in devices:
                         _register_pool(device)
                     address = _ffi.module().start_service(self.nonce)
-                record = records.describe_process(_ffi.module(), ordinals, address, self.nonce, nvshmem.problem())
+                unusable = nvshmem.problem(self.world.num_processes)
+                record = records.describe_process(_ffi.module(), ordinals, address, self.nonce, unusable)
                 _log_translation(record["devices"])
                 _start_watcher()
             self._known[self.world.process_index] = record
@@ -209,7 +210,7 @@ def _why_not(groups: Groups, known: dict[int, records.Record], num_nodes: int, *
     problem = records.why_not(groups, known, num_nodes)
     if not problem and num_nodes > 1:
         problem = records.why_not_over_nodes(groups, known)
-    return problem or (records.why_not_nvshmem(groups, known) if over_nvshmem else "")
+    return problem or (records.why_not_nvshmem(known) if over_nvshmem else "")
 
 
 def _is_over_nvshmem(groups: Groups, known: dict[int, records.Record], config: Any, num_nodes: int) -> bool:
@@ -321,15 +322,22 @@ def bind(
     if is_over_nvshmem:
         size = module.heap_arena_bytes(num_ranks, count_words, staging_bytes, num_slots, num_nodes)
         ordinal = known[index]["devices"][0]["local_hardware_id"]
-        is_one_host = (
-            len({record["host"] for record in known.values()}) == 1
-        )  # all processes of the job, the first time
+        is_one_host = nvshmem.is_set_up() or _is_job_on_one_host(process, deadline)  # asked for by set-up only
         in_heap = (nvshmem.place(process.world, key, size, ordinal, is_one_host, deadline),)
     left = max(0.001, deadline - time.monotonic())
     members, gpus = records.with_ordinals(groups, known), records.gpu_numbers(groups, known)
     module.bind(
         key, members, index, num_ranks, count_words, staging_bytes, num_slots, num_nodes, most, left, gpus, *in_heap
     )
+
+
+def _is_job_on_one_host(process: _Process, deadline: float) -> bool:
+    """Of the whole job, which is NVSHMEM's world, whichever part of it the mesh is."""
+    everybody = process.read_records(tuple(range(process.world.num_processes)), deadline)
+    reason = records.why_not_nvshmem(everybody)
+    if reason:
+        raise errors.SetupError(reason)
+    return records.num_job_hosts(everybody) == 1
 
 
 def bind_callback(*call_site: Any) -> str:

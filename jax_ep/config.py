@@ -67,8 +67,8 @@ class Config:
         1024.
       nvshmem_service_level: of InfiniBand, 0 to 15, to keep this traffic apart from other (NVSHMEM_IB_SL). None: 0.
       nvshmem_traffic_class: of RoCE, 0 to 255 (NVSHMEM_IB_TRAFFIC_CLASS). None: 0.
-      nvshmem_hcas: names of the network cards to use, such as ("mlx5_0", "mlx5_1:1") (NVSHMEM_HCA_LIST). Empty: those
-        that NVSHMEM finds close to the GPU.
+      nvshmem_hcas: names of the network cards to use, such as ("mlx5_0", "mlx5_1:1") (NVSHMEM_HCA_LIST, and
+        NVSHMEM_ENABLE_NIC_PE_MAPPING=1, with which it is read). Empty: those that NVSHMEM finds close to the GPU.
 
     Raises:
       ValueError, TypeError: a value outside its range.

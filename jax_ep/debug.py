@@ -30,7 +30,8 @@ def stats() -> dict[str, Any]:
         XLA do before.
       - ``attached``: how often a call site found its arena already bound, while its program was lowered or loaded.
       - ``setup_ms``: time by phase: ``memory``, ``kernels``, ``peers``, ``records`` (waiting for other processes),
-        ``attach`` (of all ``attached`` together), ``nvshmem`` (its own set-up, with waiting).
+        ``attach`` (of all ``attached`` together), ``nvshmem_init`` (NVSHMEM's own initialisation),
+        ``nvshmem`` (loading it, waiting for others to do so, its symmetric region).
 
     Example: after one compiled program with a dispatch and a combine ran once on 2 GPUs of one process,
     ``stats()["calls"] == 4`` and ``stats()["staged_calls"] == 0``.
@@ -39,7 +40,7 @@ def stats() -> dict[str, Any]:
         counts = dict.fromkeys(_COUNTS, 0)
         return {"unavailable": _ffi.available(), **counts, "setup_ms": dict.fromkeys(_PHASES, 0.0)}
     numbers = _ffi.module().stats()
-    setup_ms = {**numbers.pop("setup_ms"), "records": bootstrap.records_ms(), "nvshmem": nvshmem.setup_ms()}
+    setup_ms = {**numbers.pop("setup_ms"), "records": bootstrap.records_ms(), **nvshmem.setup_ms()}
     return {"unavailable": "", **numbers, "setup_ms": setup_ms}
 
 
@@ -59,4 +60,4 @@ _COUNTS = (
     "dispatch_entered_ns",
     "attached",
 )
-_PHASES = ("memory", "kernels", "peers", "records", "attach", "nvshmem")
+_PHASES = ("memory", "kernels", "peers", "records", "attach", "nvshmem_init", "nvshmem")

@@ -38,8 +38,23 @@ _END_S = 5.0  # that a process waits for the others when it ends
 logger = logging.getLogger("jax_ep")
 
 
-def problem() -> str:
-    """Why this process cannot use NVSHMEM, or "". Looks at files and loads none of them."""
+def problem(num_processes: int) -> str:
+    """Why this process of a job of `num_processes` cannot use NVSHMEM, or "".
+
+    Looks at files and loads none of them, but for one case: no wheel is there and the job might use NVSHMEM. Only the
+    loader knows then whether it finds a library, and all processes must know before they choose an implementation.
+    """
+    reason = _files_problem()
+    if reason or num_processes == 1 or _wheel_library() is not None:
+        return reason
+    try:
+        load()
+    except errors.SetupError as error:
+        return str(error)
+    return ""
+
+
+def _files_problem() -> str:
     if importlib.util.find_spec("jax_ep._nvshmem") is None:
         return (
             "the transport nvshmem is not built: "
@@ -91,7 +106,7 @@ def load() -> ModuleType:
     Raises:
       SetupError: it is not built, or does not load, or NVSHMEM has another version; the text says what to do.
     """
-    reason = problem()
+    reason = _files_problem()
     if reason:
         raise errors.SetupError(reason)
     try:
@@ -123,6 +138,7 @@ def environment(config: Config, *, is_one_host: bool, region_bytes: int) -> dict
         ("NVSHMEM_IB_SL", config.nvshmem_service_level),
         ("NVSHMEM_IB_TRAFFIC_CLASS", config.nvshmem_traffic_class),
         ("NVSHMEM_HCA_LIST", ",".join(config.nvshmem_hcas) or None),
+        ("NVSHMEM_ENABLE_NIC_PE_MAPPING", "1" if config.nvshmem_hcas else None),  # else the list may go unread
     ):
         if value is not None:
             variables[name] = str(value)
@@ -148,7 +164,8 @@ class _World:
         self.config = Config()
         self.job: records.World | None = None
         self.bytes = 0
-        self.seconds = 0.0
+        self.seconds = 0.0  # of all of set-up
+        self.init_s = 0.0  # of NVSHMEM's own part in it
         self.entries: list[tuple[str, int]] = []  # of the list in the coordination service, as far as it was read
         self._error: errors.EpError | None = None
 
@@ -186,7 +203,9 @@ class _World:
             set_environment(environment(self.config, is_one_host=is_one_host, region_bytes=json.loads(text)["bytes"]))
         agreed = json.loads(text)
         _wait(job, deadline)  # what follows waits for all processes without an end
+        begin = time.monotonic()
         module.init(job.process_index, job.num_processes, bytes.fromhex(agreed["unique_id"]), device)
+        self.init_s = time.monotonic() - begin
         if not is_one_host and not module.orders_network_writes(device):
             raise errors.SetupError(
                 "this GPU does not order what a network card writes; use one of compute capability 9.0"
@@ -246,9 +265,13 @@ def is_set_up() -> bool:
     return _world.job is not None
 
 
-def setup_ms() -> float:
-    """Milliseconds that NVSHMEM's set-up took in this process, with waiting for the others."""
-    return _world.seconds * 1e3
+def setup_ms() -> dict[str, float]:
+    """Milliseconds by phase: NVSHMEM's own initialisation, and all else.
+
+    That is loading, waiting for the other processes, and the symmetric region.
+    """
+    init_s = _world.init_s if is_set_up() else 0.0
+    return {"nvshmem_init": init_s * 1e3, "nvshmem": (_world.seconds - init_s) * 1e3}
 
 
 def _not_all(job: records.World) -> str:

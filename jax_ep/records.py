@@ -25,6 +25,7 @@ from jax_ep.group import Groups
 
 Record = dict[str, Any]
 _OLDEST_CAPABILITY = (8, 0)
+_CLAIM_S = 60.0  # for reading what is known to be there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,7 @@ def claim_text(world: World, name: str, text: str) -> str:
 
     Raises:
       SetupError: the coordination service failed.
+      SetupTimeout: something else stands there and could not be read in time.
     """
     try:
         world.client.key_value_set(f"jax_ep/{name}", text, allow_overwrite=False)
@@ -120,7 +122,13 @@ def claim_text(world: World, name: str, text: str) -> str:
     except Exception as error:
         if "ALREADY_EXISTS" not in str(error):
             raise errors.SetupError(f"{name} could not be written to the coordination service: {error}") from error
-    return collect_text(world, name, time.monotonic() + 60) or text
+    found = collect_text(world, name, time.monotonic() + _CLAIM_S)
+    if found is None:  # never `text`: two processes would each think that the place is theirs
+        raise errors.SetupTimeout(
+            f"another process wrote {name} first, and the coordination service did not return it within "
+            f"{_CLAIM_S:g} s; see whether process 0, which runs the service, is alive and reachable"
+        )
+    return found
 
 
 def publish(world: World, record: Record) -> None:
@@ -248,10 +256,17 @@ def num_hosts(groups: Groups, records: Mapping[int, Record]) -> int:
     return max(len({records[int(process)]["host"] for process, _ in one}) for one in groups)
 
 
-def why_not_nvshmem(groups: Groups, records: Mapping[int, Record]) -> str:
-    """What keeps `groups` from the transport nvshmem."""
+def num_job_hosts(records: Mapping[int, Record]) -> int:
+    """The hosts of all `records` together; takes those that `why_not_nvshmem` has nothing against."""
+    return len({record["host"] for record in records.values()})
+
+
+def why_not_nvshmem(records: Mapping[int, Record]) -> str:
+    """What keeps the processes of `records` from the transport nvshmem."""
     for process in sorted(records):
         record = records[process]
+        if record["reason"]:
+            return f"process {process}: {record['reason']}"
         if record.get("nvshmem"):
             return f"process {process}: {record['nvshmem']}"
         if len(record["devices"]) != 1:

@@ -72,7 +72,7 @@ def test_without_extension_everything_has_a_reason(monkeypatch):
     bootstrap.reset()
     stats = debug.stats()
     assert stats["unavailable"] == "not built" and stats["calls"] == 0
-    assert set(stats["setup_ms"]) == {"memory", "kernels", "peers", "records", "attach", "nvshmem"}
+    assert set(stats["setup_ms"]) == {"memory", "kernels", "peers", "records", "attach", "nvshmem", "nvshmem_init"}
 
 
 @needs_extension

@@ -66,14 +66,59 @@ def test_versions(found, built, is_good):
 
 def test_without_the_module_or_with_an_old_wheel_the_reason_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "not built: pip install 'nvidia-nvshmem-cu13>=3.4.5,<4'" in nvshmem.problem()
+    assert "not built: pip install 'nvidia-nvshmem-cu13>=3.4.5,<4'" in nvshmem.problem(2)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(nvshmem, "_wheel_version", lambda: (3, 3, 20))
-    assert "3.3.20 was found" in nvshmem.problem()
+    assert "3.3.20 was found" in nvshmem.problem(2)
     with pytest.raises(errors.SetupError, match=r"3\.3\.20"):
         nvshmem.load.__wrapped__()
+
+
+@pytest.fixture
+def built_alone(monkeypatch, tmp_path):
+    """The module is built and does not load, as where the loader does not find NVSHMEM; no wheel."""
+    (tmp_path / "_nvshmem.so").write_bytes(b"no library")
+    monkeypatch.setattr(jax_ep, "__path__", [str(tmp_path), *jax_ep.__path__])
+    monkeypatch.delitem(sys.modules, "jax_ep._nvshmem", raising=False)
     monkeypatch.setattr(nvshmem, "_wheel_version", lambda: None)
-    assert nvshmem.problem() == ""
+    monkeypatch.setattr(nvshmem, "_wheel_library", lambda: None)
+    nvshmem.load.cache_clear()
+    yield
+    nvshmem.load.cache_clear()
+
+
+def test_a_module_without_its_library_is_a_reason_before_anybody_waits(built_alone, monkeypatch):
+    problem = nvshmem.problem(2)
+    assert "does not load" in problem and "_nvshmem.so" in problem and "pip install 'nvidia-nvshmem-cu13" in problem
+    assert nvshmem.problem(1) == ""  # one process never uses it, and loads nothing
+    monkeypatch.setattr(nvshmem, "_wheel_version", lambda: (3, 4, 5))
+    assert "does not load" in nvshmem.problem(2)  # a wheel whose files are gone
+    monkeypatch.setattr(nvshmem, "_wheel_library", lambda: "a file")
+    assert nvshmem.problem(2) == ""  # and is not loaded yet
+
+
+def test_an_old_library_of_the_system_is_a_reason(built_alone, monkeypatch):
+    module = types.SimpleNamespace(loaded_version=lambda: (3, 4, 5), built_version=(3, 8, 0))
+    monkeypatch.setitem(sys.modules, "jax_ep._nvshmem", module)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert "3.4.5 was found, >=3.8.0,<4 is needed" in nvshmem.problem(2)
+    module.built_version = (3, 4, 5)
+    assert nvshmem.problem(2) == ""
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_record_says_that_the_library_is_missing(built_alone, monkeypatch, num_processes):
+    cuda = Module()
+    cuda.protocol, cuda.start_service = 1, lambda nonce: "address"
+    monkeypatch.setattr(_ffi, "_module", cuda)
+    monkeypatch.setattr(bootstrap, "_local_problem", lambda: "")
+    monkeypatch.setattr(bootstrap, "_jax_devices", lambda: [])
+    monkeypatch.setattr(bootstrap, "_log_translation", lambda devices: None)
+    monkeypatch.setattr(bootstrap, "_start_watcher", lambda: None)
+    process = bootstrap._Process(records.World(0, num_processes, Service()))
+    process._run()
+    found = process.read_records((0,), time.monotonic() + 10)[0]
+    assert found["reason"] == "" and ("does not load" in found["nvshmem"]) == (num_processes == 2)
 
 
 def test_import_loads_nothing():
@@ -103,7 +148,7 @@ NAMES = [
     "NVSHMEM_" + name
     for name in (
         "DISABLE_NVLS", "REMOTE_TRANSPORT", "SYMMETRIC_SIZE", "QP_DEPTH", "IB_SL", "IB_TRAFFIC_CLASS", "HCA_LIST",
-        "IB_ENABLE_IBGDA", "IBGDA_NUM_RC_PER_PE",
+        "ENABLE_NIC_PE_MAPPING", "IB_ENABLE_IBGDA", "IBGDA_NUM_RC_PER_PE",
     )
 ]  # fmt: skip
 
@@ -121,6 +166,7 @@ NAMES = [
             {
                 "DISABLE_NVLS": "1", "SYMMETRIC_SIZE": "1048576", "IB_ENABLE_IBGDA": "1", "IBGDA_NUM_RC_PER_PE": "4",
                 "QP_DEPTH": "2048", "IB_SL": "3", "IB_TRAFFIC_CLASS": "104", "HCA_LIST": "mlx5_0,mlx5_1:1",
+                "ENABLE_NIC_PE_MAPPING": "1",
             },
         ),
         (
@@ -175,6 +221,21 @@ def test_two_that_write_one_place_of_the_list_at_a_time():
     assert nvshmem._offset([], 1 << 20, job, "theirs", 4096) == 0
 
 
+def test_a_place_of_another_that_cannot_be_read_is_a_time_out():
+    """Not an own place, which would differ from the others'."""
+    service = Service()
+    service.values["jax_ep/nvshmem/arena/0"] = "theirs 4096"
+
+    def late(key, timeout_ms):
+        raise RuntimeError("DEADLINE_EXCEEDED")
+
+    service.blocking_key_value_get = late
+    entries = []
+    with pytest.raises(errors.SetupTimeout, match=r"another process wrote nvshmem/arena/0 first"):
+        nvshmem._offset(entries, 1 << 20, records.World(0, 2, service), "mine", 1024)
+    assert entries == []
+
+
 def test_a_full_region_and_another_size_are_errors():
     job = records.World(0, 2, Service())
     entries = []
@@ -196,7 +257,12 @@ class Module:
     def unique_id(self):
         return b"\1" * 128
 
+    def init(self, *args):
+        self.calls.append(("init", *args))
+        time.sleep(0.02)
+
     def allocate(self, size, device):
+        time.sleep(0.06)
         return 1 << 40
 
     def reachable(self, base, num_pes):
@@ -222,7 +288,10 @@ def test_set_up_of_two_processes(monkeypatch):
         assert not nvshmem.is_set_up()
         nvshmem.configure(jax_ep.Config(nvshmem_bytes=16 << 20 if p == 0 else None))
         at = nvshmem.place(records.World(p, 2, service), f"key{p}", size, 0, True, soon)
-        assert at == (0, 3 << 20)[p] and nvshmem.is_set_up() and nvshmem.setup_ms() > 0
+        assert at == (0, 3 << 20)[p] and nvshmem.is_set_up()
+        ms = nvshmem.setup_ms()
+        assert ms["nvshmem_init"] >= 20 and ms["nvshmem"] >= 60
+        assert sum(ms.values()) == pytest.approx(nvshmem._world.seconds * 1e3)
         nvshmem.configure(jax_ep.Config(nvshmem_bytes=1 << 30))  # too late: it is read once
         assert ("init", p, 2, b"\1" * 128, 0) in module.calls
         assert ("set_symmetric_heap", 1 << 40, 16 << 20, 7, 96, [1 << 40, 0]) in module.calls
@@ -261,9 +330,10 @@ def test_nodes_on_hosts():
 
 
 def test_records_that_forbid_nvshmem():
-    assert records.why_not_nvshmem(PAIR, {0: record("a"), 1: record("b")}) == ""
-    assert records.why_not_nvshmem(PAIR, {0: record("a"), 1: record("b", nvshmem="x")}) == "process 1: x"
-    assert "process 0 has 2 GPUs" in records.why_not_nvshmem(PAIR, {0: record("a", gpus=2), 1: record("b")})
+    assert records.why_not_nvshmem({0: record("a"), 1: record("b")}) == ""
+    assert records.why_not_nvshmem({0: record("a"), 1: record("b", nvshmem="x")}) == "process 1: x"
+    assert records.why_not_nvshmem({0: record("a"), 1: {"reason": "no GPU"}}) == "process 1: no GPU"
+    assert "process 0 has 2 GPUs" in records.why_not_nvshmem({0: record("a", gpus=2), 1: record("b")})
 
 
 @pytest.fixture
@@ -297,6 +367,43 @@ def test_a_mesh_of_some_processes_cannot_be_the_first(pair):
     bootstrap._this_process().world = records.World(0, 3, None)
     forced = jax_ep.Config(ranks_per_node=1, transport="nvshmem")
     assert "2 of the job's 3 processes" in bootstrap.can_use_cuda(PAIR, forced, 2)
+
+
+HALF, BOTH = (((0, 0), (1, 0)),), (((0, 0), (1, 0)), ((2, 0), (3, 0)))
+
+
+@pytest.mark.parametrize("groups", [HALF, BOTH])
+@pytest.mark.parametrize(("hosts", "is_one_host"), [("aabb", False), ("aaaa", True)])
+def test_one_host_is_asked_of_the_whole_job(monkeypatch, groups, hosts, is_one_host):
+    """Groups within hosts, of all processes or of some: NVSHMEM's world is the job."""
+    known = {p: record(host) for p, host in enumerate(hosts)}
+    process = types.SimpleNamespace(
+        world=records.World(0, 4, None),
+        has=lambda groups: True,
+        read_records=lambda processes, deadline: {p: known[p] for p in processes},
+        wait_warm=lambda deadline: None,
+    )
+    monkeypatch.setattr(bootstrap, "_this_process", lambda: process)
+    monkeypatch.setattr(bootstrap, "_local_problem", lambda: "")
+    monkeypatch.setattr(nvshmem, "_world", nvshmem._World())
+    placed = []
+    monkeypatch.setattr(nvshmem, "place", lambda job, key, size, device, one_host, deadline: placed.append(one_host))
+    module = Module()
+    module.attach = lambda key, num_sms: False
+    monkeypatch.setattr(_ffi, "_module", module)
+
+    def bind():
+        bootstrap.bind("nvshmem-key", groups, 2, 64, 0, 2, 2, 4, 20.0)
+
+    bind()
+    assert placed == [is_one_host] and module.calls[-1][:2] == ("bind", "nvshmem-key")
+    known[3] = {"reason": "no CUDA device"}  # of no group here, and still needed
+    if groups == HALF:
+        with pytest.raises(errors.SetupError, match="process 3: no CUDA device"):
+            bind()
+        nvshmem._world.job = process.world  # set up: a later group needs nobody else
+        bind()
+        assert len(placed) == 2
 
 
 def test_calls_over_nvshmem_have_arenas_of_their_own(usable, make_mesh):
