@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include "cuda/kernels/bulk.h"
+#include "cuda/kernels/combine_kernels.h"
 #include "cuda/kernels/combine_sum.cuh"
 #include "cuda/kernels/latency.cuh"
 
@@ -194,27 +195,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   call.end(latency, p.outputs); // 4
 }
 
-using Kernel = void (*)(CombineParams, LatencyCall, Plan);
-template <bool kBulk, bool kWire> Kernel kernel_of(DType type) {
-  switch (type) {
-    case DType::kBF16: return combine_latency_kernel<DType::kBF16, kBulk, kWire>;
-    case DType::kF16: return combine_latency_kernel<DType::kF16, kBulk, kWire>;
-    case DType::kF32: return combine_latency_kernel<DType::kF32, kBulk, kWire>;
-    case DType::kOpaque: break;
-  }
-  return nullptr;
-}
-Kernel kernel_for(DType type, bool use_bulk, bool is_wire) {
-  if (is_wire) return use_bulk ? kernel_of<true, true>(type) : kernel_of<false, true>(type);
-  return use_bulk ? kernel_of<true, false>(type) : kernel_of<false, false>(type);
-}
+struct Named {
+  template <DType kType, bool kBulk, bool kWire> static auto kernel() { return combine_latency_kernel<kType, kBulk, kWire>; }
+};
+using Kernels = CombineKernels<Named>;
 
 } // namespace
 
 cudaError_t launch_combine_latency(const CombineParams &p, const LatencyCall &latency, cudaStream_t stream) {
   if (p.num_blocks < 1 || p.num_blocks > kMaxBlocks || p.call.shape.num_slots < 1) return cudaErrorInvalidConfiguration;
   const Plan plan = make_plan(p);
-  const Kernel kernel = kernel_for(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
+  const auto kernel = Kernels::get(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
   if (!kernel || plan.send.num_warps < 1 || plan.receive.num_warps < 1) return cudaErrorInvalidConfiguration;
   const SlotShape shape = slot_shape(p);
   if (p.call.num_ranks * shape.bytes() > p.call.shape.slot_bytes()) return cudaErrorInvalidConfiguration;
@@ -222,11 +213,6 @@ cudaError_t launch_combine_latency(const CombineParams &p, const LatencyCall &la
   return cudaGetLastError();
 }
 
-cudaError_t load_combine_latency_kernels() {
-  cudaError_t e = cudaSuccess;
-  for (DType type : {DType::kBF16, DType::kF16, DType::kF32})
-    for (int variant = 0; variant < 4 && !e; ++variant) e = load_kernel(kernel_for(type, variant / 2, variant % 2), variant / 2);
-  return e;
-}
+cudaError_t load_combine_latency_kernels() { return Kernels::load(); }
 
 } // namespace jax_ep

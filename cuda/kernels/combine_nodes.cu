@@ -5,6 +5,7 @@
 //   2 agree    announces go to ranks of other nodes as puts; only ranks of the node claim each other's buffers
 //   3          none: a rank whose buffers its node cannot reach is refused
 //   4 pull     round by round each block asks its partners, answers theirs, and adds up the nodes' sums (node_combine.cuh)
+#include "cuda/kernels/combine_kernels.h"
 #include "cuda/kernels/node_combine.cuh"
 
 namespace jax_ep {
@@ -70,20 +71,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   session.dismiss_carrier();
 }
 
-using Kernel = void (*)(CombineParams, NodesPlan);
-template <bool kBulk, bool kWire> Kernel kernel_of(DType type) {
-  switch (type) {
-    case DType::kBF16: return combine_nodes_kernel<DType::kBF16, kBulk, kWire>;
-    case DType::kF16: return combine_nodes_kernel<DType::kF16, kBulk, kWire>;
-    case DType::kF32: return combine_nodes_kernel<DType::kF32, kBulk, kWire>;
-    case DType::kOpaque: break;
-  }
-  return nullptr;
-}
-Kernel kernel_for(DType type, bool use_bulk, bool is_wire) {
-  if (is_wire) return use_bulk ? kernel_of<true, true>(type) : kernel_of<false, true>(type);
-  return use_bulk ? kernel_of<true, false>(type) : kernel_of<false, false>(type);
-}
+struct Named {
+  template <DType kType, bool kBulk, bool kWire> static auto kernel() { return combine_nodes_kernel<kType, kBulk, kWire>; }
+};
+using Kernels = CombineKernels<Named>;
 
 } // namespace
 
@@ -96,7 +87,7 @@ cudaError_t launch_combine_nodes(CombineParams p, cudaStream_t stream) {
     return plans.last.shared_bytes();
   });
   plans.nodes = make_node_plan(p.call, p.y_bytes, 0, true, p.num_tokens, p.num_blocks);
-  const Kernel kernel = kernel_for(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
+  const auto kernel = Kernels::get(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
   if (!kernel || plans.plan.pull.num_warps < 1 || plans.last.num_warps < 1 || plans.nodes.tokens < 1 ||
       (has_partials(p.layout, p.quantize) && plans.plan.reduce.num_warps < 1))
     return cudaErrorInvalidConfiguration;
@@ -105,11 +96,6 @@ cudaError_t launch_combine_nodes(CombineParams p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t load_combine_nodes_kernels() {
-  cudaError_t e = cudaSuccess;
-  for (DType type : {DType::kBF16, DType::kF16, DType::kF32})
-    for (int variant = 0; variant < 4 && !e; ++variant) e = load_kernel(kernel_for(type, variant / 2, variant % 2), variant / 2);
-  return e;
-}
+cudaError_t load_combine_nodes_kernels() { return Kernels::load(); }
 
 } // namespace jax_ep

@@ -11,6 +11,7 @@
 //   4 pull     a warp takes a piece of a token's row from every rank that has it
 //   5 leave    leader publishes finish ("I read everything") and waits for every peer's
 // Idea of pulling with bulk loads: Hybrid-EP; rounding tree: docs/concepts.md.
+#include "cuda/kernels/combine_kernels.h"
 #include "cuda/kernels/combine_steps.cuh"
 
 namespace jax_ep {
@@ -101,38 +102,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (session.is_leader() && !is_complete) poison(p.outputs, threadIdx.x, kThreads);
 }
 
-using Kernel = void (*)(CombineParams, Plan);
-template <bool kBulk, bool kWire> Kernel kernel_of(DType type) {
-  switch (type) {
-    case DType::kBF16: return combine_kernel<DType::kBF16, kBulk, kWire>;
-    case DType::kF16: return combine_kernel<DType::kF16, kBulk, kWire>;
-    case DType::kF32: return combine_kernel<DType::kF32, kBulk, kWire>;
-    case DType::kOpaque: break;
-  }
-  return nullptr;
-}
-Kernel kernel_for(DType type, bool use_bulk, bool is_wire) {
-  if (is_wire) return use_bulk ? kernel_of<true, true>(type) : kernel_of<false, true>(type);
-  return use_bulk ? kernel_of<true, false>(type) : kernel_of<false, false>(type);
-}
+struct Named {
+  template <DType kType, bool kBulk, bool kWire> static auto kernel() { return combine_kernel<kType, kBulk, kWire>; }
+};
+using Kernels = CombineKernels<Named>;
 
 } // namespace
 
 cudaError_t launch_combine(CombineParams p, cudaStream_t stream) {
   if (p.num_blocks < 1 || p.num_blocks > kMaxBlocks) return cudaErrorInvalidConfiguration; // workspace size
   const Plan plan = make_plan(p);
-  const Kernel kernel = kernel_for(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
+  const auto kernel = Kernels::get(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
   if (!kernel || plan.pull.num_warps < 1 || (has_partials(p.layout, p.quantize) && plan.reduce.num_warps < 1))
     return cudaErrorInvalidConfiguration;
   kernel<<<p.num_blocks, kThreads, plan.bytes, stream>>>(p, plan);
   return cudaGetLastError();
 }
 
-cudaError_t load_combine_kernels() {
-  cudaError_t e = cudaSuccess;
-  for (DType type : {DType::kBF16, DType::kF16, DType::kF32})
-    for (int variant = 0; variant < 4 && !e; ++variant) e = load_kernel(kernel_for(type, variant / 2, variant % 2), variant / 2);
-  return e;
-}
+cudaError_t load_combine_kernels() { return Kernels::load(); }
 
 } // namespace jax_ep
