@@ -46,7 +46,7 @@ class MoEConfig:
       layout: how rows arrive. `"expert"`: sorted by expert, for a grouped matrix product. `"batched"`: equally many
         rows for each local expert, for a batched one. `"token"`: one row per token; the layer sorts them. None (what
         it then is stands in the attribute): "batched" with a capacity or capacity_factor, which is the fastest on
-        an H200 (docs/performance.md, W8), and "expert" without, where "batched" would have no bounds worth having.
+        an H200 (docs/performance.md, W8), and "expert" without, where "batched" would take the worst case per expert.
       capacity: rows that a rank receives ("batched": that each of its experts does); rows beyond it are dropped and
         counted in `MoEAux.num_dropped`. None, without capacity_factor too: the worst case, which drops nothing. In
         layout "batched" that is `num_ranks * num_tokens` rows for *each* local expert, num_local_experts /
