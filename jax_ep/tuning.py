@@ -37,7 +37,8 @@ LATENCY_SLOTS_BYTES = 64 << 20
 LATENCY_PIECES_PER_SM = 8
 LATENCY_MOST_SMS = 32
 
-# Whether XLA may record calls into command buffers where Config.command_buffers is None.
+# Whether XLA may record calls into command buffers where Config.command_buffers is None. Faster (docs/performance.md),
+# and off until the whole GPU suite has run with it.
 COMMAND_BUFFERS = False
 
 # Several nodes: SMs that carry chunks beside those that move rows, and blocks that the kernels' flags have room for.
