@@ -103,6 +103,8 @@ def stages(cache: str) -> list[Stage]:
     plan += [Stage("R=2 short graphs latency", 2, 90, (programs, *latency, *recorded), graphs)]
     plan += [Stage("faults", 3, 120, ("test_faults_processes.py",))]
     plan += [Stage("faults latency", 3, 120, ("test_faults_processes.py", *latency))]
+    nodes = ("--ranks-per-node", "2", "--put-delay", "2e-5")
+    plan += [Stage("faults nodes", 4, 120, ("test_faults_processes.py", *nodes))]
     plan += [Stage("whole jobs", None, 150, ("test_whole_jobs.py",), NO_XLA)]
     plan += [Stage("growing pool", 2, 60, ("test_pool_processes.py",), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})]
     for allocator in ("cuda_async", "platform"):

@@ -1,5 +1,5 @@
 """A rank that never comes, one that comes too late, one that runs another program, one with invalid ids under
-debug_checks: they say so and can go on.
+debug_checks: they say so and can go on. With --ranks-per-node and --put-delay over several nodes.
 
 One process per rank, at least three; each test begins and ends with a group that works.
 """
@@ -27,18 +27,21 @@ def _three_ranks(request):
         pytest.skip("needs 3 ranks")
     assert request.config.getoption("--implementation") == "cuda"
     ranks.mode = request.config.getoption("--mode")
+    per_node, delay = (request.config.getoption(name) for name in ("--ranks-per-node", "--put-delay"))
+    CUDA["config"] = dataclasses.replace(CONFIG, ranks_per_node=per_node, put_delay_s=delay)
 
 
-def _program(num_tokens=NUM_TOKENS, with_combine=True):
+def _program(num_tokens=NUM_TOKENS, with_combine=True, **config):
     """(compiled program, operands, what combine must return): dispatch, or dispatch and combine."""
     on = ranks.mesh()
     size = on.devices.size
     num_experts = 4 * size
     idx = testing.routing("uniform", num_ranks=size, num_tokens=num_tokens, num_topk=NUM_TOPK, num_experts=num_experts)
     x = testing.code_rows(size, num_tokens, HIDDEN, "float32")
+    cuda = {**CUDA, "config": dataclasses.replace(CUDA["config"], **config)}
 
     def fn(x, idx):
-        recv = jax_ep.dispatch(x, idx, num_experts=num_experts, axis_name="ep", mode=ranks.mode, **CUDA)
+        recv = jax_ep.dispatch(x, idx, num_experts=num_experts, axis_name="ep", mode=ranks.mode, **cuda)
         if not with_combine:
             return recv.x, recv.counts
         return recv.x, recv.counts, jax_ep.combine(recv.x, recv.handle)
@@ -118,7 +121,21 @@ def test_a_rank_that_comes_after_the_others_gave_up():
 def test_a_rank_that_runs_another_program():
     """Another number of tokens under the same group is found at the announce, not computed with."""
     program, args, expected = _program()
-    other, other_args, _ = _program(num_tokens=NUM_TOKENS // 2)
+    _differs(_program(num_tokens=NUM_TOKENS // 2), program, args, expected)
+
+
+@pytest.mark.parametrize("one, other", [((2, 4), (4, 2)), ((2, 2), (4, 4))])
+def test_a_rank_with_other_blocks_and_chunks(request, one, other):
+    """Over nodes (SMs, tokens of a chunk) go in pairs; those that a hash might take for each other."""
+    if not request.config.getoption("--ranks-per-node"):
+        return  # within a node nothing depends on either
+    program, args, expected = _program(num_sms=one[0], node_chunk=one[1])
+    _differs(_program(num_sms=other[0], node_chunk=other[1]), program, args, expected)
+
+
+def _differs(others, program, args, expected):
+    """Rank 1 runs another program than its peers."""
+    other, other_args, _ = others
     _works(program, args, expected)
     jax.block_until_ready(other(*other_args))
     ranks.barrier()
@@ -139,7 +156,7 @@ def test_invalid_ids_under_debug_checks():
     """B08: the rank whose ids they are says so; results are those of -1, and the group goes on."""
     on = ranks.mesh()
     size = on.devices.size
-    config = dataclasses.replace(CONFIG, debug_checks=True)
+    config = dataclasses.replace(CUDA["config"], debug_checks=True)
     idx = testing.routing("uniform", num_ranks=size, num_tokens=NUM_TOKENS, num_topk=NUM_TOPK, num_experts=4 * size)
     x = testing.code_rows(size, NUM_TOKENS, HIDDEN, "float32")
 
