@@ -40,8 +40,10 @@ cudaError_t load_test_carrier();
 inline cudaError_t make_carrier(Carrier *carrier) {
   int least = 0, greatest = 0;
   cudaError_t e = cudaDeviceGetStreamPriorityRange(&least, &greatest);
-  // First in line for SMs: the call's kernel waits for it.
-  if (!e) e = cudaStreamCreateWithPriority(&carrier->stream, cudaStreamNonBlocking, greatest);
+  // In line for SMs before what has no priority, since the call's kernel waits for it; but not the greatest, which is that of
+  // set-up (LocalDevice). On one hardware queue with it, memory that a peer asks for could wait behind the carrier of a call
+  // that waits for this very peer.
+  if (!e) e = cudaStreamCreateWithPriority(&carrier->stream, cudaStreamNonBlocking, greatest + 1 < least ? greatest + 1 : greatest);
   if (!e) e = cudaEventCreateWithFlags(&carrier->before, cudaEventDisableTiming);
   return e;
 }

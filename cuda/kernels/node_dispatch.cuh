@@ -128,7 +128,10 @@ template <bool kRoute, bool kBulk, bool kQuantize>
 __device__ __noinline__ bool put_round(const DispatchParams &p, const MovePlan &plan, char *room, BulkBarrier *bars,
                                        unsigned &parity, NodeLinks &links, int round) {
   // The partners have handed on what lay in this parity's cells before, so it was carried, too.
-  if (round >= 2 && !links.wait(kReturned, round - 2)) return false;
+  if (round >= 2) {
+    if (!links.wait(kReturned, round - 2)) return false;
+    if constexpr (kBulk) bulk_fence(); // a carrier read them through the generic proxy; bulk stores fill them again
+  }
   const int rows = links.place(round, [&](int token) {
     unsigned reached = 0;
     for (int k = 0; k < p.call.num_topk; ++k) {
