@@ -20,6 +20,7 @@ NB_MODULE(_cuda, m) {
   nb::set_leak_warnings(false); // capsules and the bind callback live as long as XLA, past module teardown
 
   m.attr("protocol") = jax_ep::kProtocol;
+  m.attr("cuda_major") = CUDART_VERSION / 1000;
   const int machine_code[] = {JAX_EP_MACHINE_CODE}; // compute capabilities, 90 for 9.0 (from CMake)
   nb::list architectures;
   for (int a : machine_code) architectures.append(a);

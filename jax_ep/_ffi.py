@@ -85,6 +85,11 @@ def module() -> ModuleType:
     return _module
 
 
+def cuda_major() -> int:
+    """Of the CUDA that the extension was built with, 13 for 13.0; 0 without the extension."""
+    return _module.cuda_major if _module is not None else 0
+
+
 def protocol() -> int:
     """Version of what ranks say to each other; 0 without the extension."""
     return _module.protocol if _module is not None else 0

@@ -27,7 +27,7 @@ from jax_ep import _ffi, errors, records
 from jax_ep.config import Config
 
 OLDEST = (3, 4, 5)
-_WHEELS = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+_WHEELS = {13: "nvidia-nvshmem-cu13", 12: "nvidia-nvshmem-cu12"}  # by CUDA's major version
 _WANTED = f">={'.'.join(map(str, OLDEST))},<4"
 _INSTALL = f"pip install 'nvidia-nvshmem-cu13{_WANTED}' (nvidia-nvshmem-cu12 for CUDA 12)"
 _LIBRARY = "libnvshmem_host.so.3"
@@ -63,7 +63,7 @@ def _files_problem() -> str:
     found = _wheel_version()
     if found is None:
         return ""  # a library of the system: its version is looked at when it is loaded
-    return version_problem(found)
+    return version_problem(found) or _cuda_problem(_ffi.cuda_major())
 
 
 def version_problem(found: tuple[int, ...], built: tuple[int, ...] = OLDEST) -> str:
@@ -78,13 +78,26 @@ def version_problem(found: tuple[int, ...], built: tuple[int, ...] = OLDEST) -> 
     )
 
 
+def _cuda_problem(built: int) -> str:
+    """Why the wheels that are there do not serve an extension that was built with CUDA `built`, or ""."""
+    there = [major for major, name in _WHEELS.items() if _version_of(name)]
+    if not there or built in there or built not in _WHEELS:
+        return ""
+    return (
+        f"jax_ep was built with CUDA {built}, and {_WHEELS[there[0]]} is installed, which is for CUDA {there[0]}: "
+        f"pip uninstall {_WHEELS[there[0]]}; pip install '{_WHEELS[built]}{_WANTED}'"
+    )
+
+
 def _wheel_version() -> tuple[int, ...] | None:
-    for name in _WHEELS:
-        try:
-            return tuple(int(part) for part in importlib.metadata.version(name).split(".")[:3])
-        except (importlib.metadata.PackageNotFoundError, ValueError):
-            continue
-    return None
+    return next(filter(None, map(_version_of, _WHEELS.values())), None)
+
+
+def _version_of(wheel: str) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(part) for part in importlib.metadata.version(wheel).split(".")[:3])
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None
 
 
 def _wheel_library() -> str | None:
@@ -214,7 +227,7 @@ class _World:
         at = module.reachable(base, job.num_processes)
         _wait(job, deadline)  # the region is zeroed everywhere before anybody puts into it
         self.bytes = agreed["bytes"]
-        _ffi.module().set_symmetric_heap(base, self.bytes, module.carrier, module.params_bytes, at)
+        _ffi.module().set_symmetric_heap(base, self.bytes, device, module.carrier, module.params_bytes, at)
         atexit.register(_finish, job, module, device)
 
 

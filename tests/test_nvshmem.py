@@ -1,6 +1,7 @@
 """Transport "nvshmem" without a GPU: versions and errors, variables that NVSHMEM reads, offsets in the symmetric
 region, records that allow it, and the choice of it. tests/gpu/run.py has the stages that put with it."""
 
+import importlib.metadata
 import importlib.util
 import itertools
 import subprocess
@@ -72,6 +73,32 @@ def test_without_the_module_or_with_an_old_wheel_the_reason_says_what_to_install
     assert "3.3.20 was found" in nvshmem.problem(2)
     with pytest.raises(errors.SetupError, match=r"3\.3\.20"):
         nvshmem.load.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("built", "installed", "problem"),
+    [
+        (13, (13,), ""),
+        (13, (12, 13), ""),
+        (0, (12,), ""),  # no extension: nothing to serve
+        (13, (), ""),  # a library of the system
+        (13, (12,), "pip uninstall nvidia-nvshmem-cu12; pip install 'nvidia-nvshmem-cu13>=3.4.5,<4'"),
+        (12, (13,), "pip uninstall nvidia-nvshmem-cu13; pip install 'nvidia-nvshmem-cu12>=3.4.5,<4'"),
+    ],
+)
+def test_a_wheel_for_another_cuda_is_a_reason(monkeypatch, built, installed, problem):
+    """Both wheels have the library under one name, which loads on one CUDA only."""
+
+    def version(name):
+        if int(name[-2:]) not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "3.4.5"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(_ffi, "_module", types.SimpleNamespace(cuda_major=built) if built else None)
+    found = nvshmem._files_problem()
+    assert (found == "") == (problem == "") and problem in found
 
 
 @pytest.fixture
@@ -294,7 +321,7 @@ def test_set_up_of_two_processes(monkeypatch):
         assert sum(ms.values()) == pytest.approx(nvshmem._world.seconds * 1e3)
         nvshmem.configure(jax_ep.Config(nvshmem_bytes=1 << 30))  # too late: it is read once
         assert ("init", p, 2, b"\1" * 128, 0) in module.calls
-        assert ("set_symmetric_heap", 1 << 40, 16 << 20, 7, 96, [1 << 40, 0]) in module.calls
+        assert ("set_symmetric_heap", 1 << 40, 16 << 20, 0, 7, 96, [1 << 40, 0]) in module.calls
         assert len(barriers) == 2 * (p + 1)
     with pytest.raises(errors.SetupError, match="earlier job"):
         nvshmem.place(records.World(0, 4, service), "key", 1 << 20, 0, True, soon)

@@ -113,12 +113,13 @@ nb::list failures() {
 }
 
 // `carrier`, `params_bytes`: from jax_ep._nvshmem. `at`: the heap of each process as this one sees it, 0: it does not.
-void set_symmetric_heap(uintptr_t base, int64_t bytes, uintptr_t carrier, int64_t params_bytes,
+void set_symmetric_heap(uintptr_t base, int64_t bytes, int device, uintptr_t carrier, int64_t params_bytes,
                         const std::vector<uintptr_t> &at) {
   if (params_bytes != int64_t(sizeof(CarrierParams))) fail("jax_ep._nvshmem was built from other sources than jax_ep._cuda; rebuild both");
   SymmetricHeap heap;
   heap.base = reinterpret_cast<char *>(base);
   heap.bytes = bytes;
+  heap.device = device;
   heap.launch = reinterpret_cast<LaunchCarrier>(carrier);
   for (uintptr_t a : at) heap.at.push_back(reinterpret_cast<char *>(a));
   Registry::get().set_heap(std::move(heap));
@@ -138,8 +139,8 @@ void export_runtime(nb::module_ &m) {
   m.def("register_pool", &register_pool, nb::arg("device"), nb::arg("small_ptr"), nb::arg("large_ptr"));
   m.def("start_service", &start_service, nb::arg("nonce"));
   m.def("add_process", &add_process, nb::arg("process"), nb::arg("address"), nb::arg("nonce"));
-  m.def("set_symmetric_heap", &set_symmetric_heap, nb::arg("base"), nb::arg("bytes"), nb::arg("carrier"),
-        nb::arg("params_bytes"), nb::arg("at"));
+  m.def("set_symmetric_heap", &set_symmetric_heap, nb::arg("base"), nb::arg("bytes"), nb::arg("device"),
+        nb::arg("carrier"), nb::arg("params_bytes"), nb::arg("at"));
   m.def("warm_up", &warm_up, Unlocked(), nb::arg("devices"));
   m.def("stats", &stats);
   m.def("failures", &failures);

@@ -290,12 +290,29 @@ void Registry::synchronize() {
   }
 }
 
+// Peers may have put into places that are bound here only later, when epochs have begun at 1 again: an old word would pass for
+// a new one there.
+void Registry::zero_free_heap() {
+  if (!heap_.base) return;
+  std::map<char *, int64_t> used; // bytes of an arena, by where it begins
+  for (const auto &[id, arena] : arenas_) {
+    if (arena.in_heap) used[arena.in_heap] = heap_arena_bytes(arena.shape);
+  }
+  used[heap_.base + heap_.bytes] = 0;
+  char *at = heap_.base;
+  for (const auto &[begin, bytes] : used) {
+    LocalDevice::get(heap_.device).zero(at, begin - at);
+    at = begin + bytes;
+  }
+}
+
 void Registry::reset() {
   {
     std::lock_guard<std::mutex> lock(arenas_mutex_);
     for (const auto &[id, arena] : arenas_) {
       LocalDevice::get(arena.device).zero(arena.base(), arena.shape.staging());
     }
+    zero_free_heap();
   }
   std::unique_lock<std::shared_mutex> lock(bound_mutex_);
   for (auto &[key, bound] : bound_) {

@@ -87,6 +87,7 @@ struct BindSpec {
 struct SymmetricHeap {
   char *base = nullptr; // null: none
   int64_t bytes = 0;
+  int device = 0;
   LaunchCarrier launch = nullptr;
   std::vector<char *> at; // by process: its base as this process sees it, null where it does not
 };
@@ -122,7 +123,7 @@ class Registry {
   void set_heap(SymmetricHeap heap);                  // once
 
   void synchronize();                                 // waits until the devices of all groups are idle
-  void reset();                                       // clears every arena's flags and every record
+  void reset();                                       // clears flags, what peers left in the heap, and every record
   Stats stats();
   std::vector<FailureReport> failures();
 
@@ -150,6 +151,7 @@ class Registry {
 
   Arena &arena(const std::string &key, int device, const ArenaShape &shape, int64_t heap_offset = -1);
   const Pool *pool(int device);
+  void zero_free_heap(); // with arenas_mutex_ held
   std::unique_ptr<RankContext> make_context(const BindSpec &spec, size_t group_index, int rank,
                                             const std::vector<int> &local, Peers::Clients *clients);
 
