@@ -1,5 +1,5 @@
 """A rank that never comes, one that comes too late, one that runs another program, one with invalid ids under
-debug_checks: they say so and can go on. With --ranks-per-node and --put-delay over several nodes.
+debug_checks: they say so and can go on. With --ranks-per-node, and --put-delay or --transport, over several nodes.
 
 One process per rank, at least three; each test begins and ends with a group that works.
 """
@@ -27,8 +27,12 @@ def _three_ranks(request):
         pytest.skip("needs 3 ranks")
     assert request.config.getoption("--implementation") == "cuda"
     ranks.mode = request.config.getoption("--mode")
-    per_node, delay = (request.config.getoption(name) for name in ("--ranks-per-node", "--put-delay"))
-    CUDA["config"] = dataclasses.replace(CONFIG, ranks_per_node=per_node, put_delay_s=delay)
+    per_node, delay, transport = (
+        request.config.getoption(name) for name in ("--ranks-per-node", "--put-delay", "--transport")
+    )
+    CUDA["config"] = dataclasses.replace(
+        CONFIG, ranks_per_node=per_node, put_delay_s=delay, transport=transport, nvshmem_bytes=1 << 28
+    )
 
 
 def _program(num_tokens=NUM_TOKENS, with_combine=True, **config):
