@@ -207,7 +207,7 @@ void Loopback::launch_rank(const std::string &op, int rank) {
   const bool has_nodes = shape_.num_nodes > 1;
   if (has_nodes) {
     const CarrierParams p{arena_shape_, arenas_[rank], peers_, uint64_t(std::min(shape_.timeout_ns, kMaxLimitNs)),
-                          shape_.num_ranks, shape_.num_sms, shape_.num_carriers, uint32_t(shape_.max_delay_ns)};
+                          shape_.num_ranks, shape_.num_sms, shape_.num_carriers, uint32_t(shape_.max_delay_ns), shape_.use_bulk};
     check(launch_carrier(carriers_[rank], launch_test_carrier, p, streams_[rank]), "carrier");
   }
   if (op == "combine") {

@@ -267,7 +267,7 @@ def prepare(groups: Groups, config: Any = None, num_nodes: int = 1) -> None:
     known = process.read_records(group.processes(groups), _deadline(config))
     placed = records.placement(groups, known)
     if num_nodes > 1:
-        num_sms = (num_sms or 1) + tuning.node_sms(placed, node_sms)
+        num_sms = (num_sms or 1) + (node_sms or 1)  # a carrier by default takes what is left
     records.check_num_sms(num_sms, placed.max_num_sms, num_nodes)
 
 

@@ -51,8 +51,8 @@ class Config:
         (docs/multihost.md); the rest is the pure-JAX implementation's, and raises NotImplementedError with
         `implementation="cuda"` when the program is lowered. All that follow are about several nodes only.
       node_bytes: own memory per rank and group for the chunks in which tokens cross nodes, all directions.
-      node_sms: SMs per rank, beside `num_sms`, that do nothing but carry chunks to other nodes, 1 to 16. None: 1 to 4,
-        at most a quarter of the rank's share of its GPU.
+      node_sms: SMs per rank, beside `num_sms`, that do nothing but carry chunks to other nodes, 1 to 16. None: as many
+        as keep pace with the others, from the bytes that cross nodes and those that they move (docs/performance.md).
       node_chunk: most tokens of a chunk; each SM has two on their way to a node at a time. None: as many as
         `node_bytes` holds.
       put_delay_s: a test aid: what crosses nodes is late by up to this much at random, and in any order; 0: it is not.

@@ -277,7 +277,8 @@ def _num_carriers(call: Call, groups) -> int:
     config = call.spec.config
     if call.spec.num_nodes == 1:
         return 0
-    return tuning.node_sms(bootstrap.placement(groups, config), config.node_sms)
+    sizes = dict(op=_direction(call), layout=call.spec.layout, num_nodes=call.spec.num_nodes, **call.sizes)
+    return tuning.node_sms(bootstrap.placement(groups, config), config.node_sms, config.num_sms, **sizes)
 
 
 def _direction(call: Call) -> str:

@@ -41,9 +41,11 @@ LATENCY_MOST_SMS = 32
 # and off until the whole GPU suite has run with it.
 COMMAND_BUFFERS = False
 
-# Several nodes: SMs that carry chunks beside those that move rows, and blocks that the kernels' flags have room for.
-NODE_SHARE = 4
-NODE_MOST_SMS = 4
+# Several nodes: what an SM that carries chunks moves, read plus write (taken to be that of one that moves rows, as both
+# use the copy engine), the most that carry, what is taken where nothing is known, and the kernels' most blocks.
+NODE_SM_RATE = 74e9
+NODE_MOST_SMS = 16
+NODE_FALLBACK_SMS = 2
 NODE_MOST_BLOCKS = 64
 
 
@@ -129,12 +131,52 @@ def latency_num_sms(placement: Placement, *, num_ranks: int, num_tokens: int) ->
     return min(max(wanted, LEAST_SMS), LATENCY_MOST_SMS, placement.max_num_sms)
 
 
-def node_sms(placement: Placement | None, asked: int | None) -> int:
-    """SMs of a rank that carry chunks to other nodes, beside `node_num_sms`."""
+def node_rows(
+    op: str, layout: str, num_ranks: int, num_nodes: int, num_experts: int, num_topk: int
+) -> tuple[float, float]:
+    """Rows per token of a rank over several nodes: those that SMs of calls read and write, and those of carriers.
+
+    With X, the other nodes that a token reaches: a carrier reads and writes each. dispatch reads a row once more to
+    pack it, and each is packed and read by the partner; combine writes and reads each sum, that of the own node, too.
+    """
+    reached, _ = ranks_per_token(num_nodes, num_experts, num_topk)
+    others = reached * (num_nodes - 1) / num_nodes
+    own = 2.0 if op == "combine" else 1.0
+    return rows_touched(op, layout, num_ranks, num_experts, num_topk) + own + 2 * others, 2 * others
+
+
+def node_sms(
+    placement: Placement | None,
+    asked: int | None,
+    num_sms: int | None = None,
+    *,
+    op: str,
+    layout: str,
+    num_nodes: int,
+    num_ranks: int,
+    num_experts: int,
+    num_topk: int,
+    num_tokens: int,
+    row_bytes: int,
+) -> int:
+    """SMs of a rank that carry chunks to other nodes, beside the call's: as many as keep pace with those.
+
+    `asked` and `num_sms`: of `Config`.
+    """
     if asked:
         return asked
-    most = placement.max_num_sms if placement is not None else 2 * NODE_SHARE
-    return max(1, min(most // NODE_SHARE, NODE_MOST_SMS))
+    if placement is None:
+        return NODE_FALLBACK_SMS
+    sizes = dict(num_ranks=num_ranks, num_experts=num_experts, num_topk=num_topk)
+    moved, carried = node_rows(op, layout, num_nodes=num_nodes, **sizes)
+    per_sm = carried / moved * SM_RATE / NODE_SM_RATE  # carriers per SM of the call
+    wanted = num_sms or default_num_sms(
+        placement, op=op, layout=layout, num_tokens=num_tokens, row_bytes=row_bytes, **sizes
+    )
+    carriers = wanted * per_sm
+    if not num_sms:  # both share what there is
+        carriers = min(carriers, placement.max_num_sms * per_sm / (1 + per_sm))
+    return max(1, min(math.ceil(carriers), NODE_MOST_SMS, placement.max_num_sms - (num_sms or 1)))
 
 
 def node_num_sms(placement: Placement, num_sms: int, num_carriers: int) -> int:

@@ -235,8 +235,9 @@ def test_nodes_need_room_for_carriers_and_pools(monkeypatch):
     prepare(4)
     prepare(4, node_sms=7)
     prepare(4, num_sms=6, node_sms=2)
+    prepare(4, num_sms=7)  # what is left carries
     prepare(1, node_sms=16)  # means nothing on one node
-    for config in (dict(node_sms=8), dict(num_sms=6, node_sms=3), dict(num_sms=7)):  # 2 carriers by default
+    for config in (dict(node_sms=8), dict(num_sms=6, node_sms=3), dict(num_sms=8)):  # one must carry
         with pytest.raises(ValueError, match="take 9 SMs together.* 8; lower"):
             prepare(4, **config)
     bind(4, 8)

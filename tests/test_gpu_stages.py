@@ -293,6 +293,13 @@ def test_kernels_are_timed_for_every_combination(monkeypatch, capsys):
     assert pair[8:] == ["4.0", f"{2 * 7392 * 1000 / 4e3:.0f}", "-", "-"]
     shapes = [[fake.shape[name] for name in ("quantize", "side_bytes", "row_bytes")] for fake in made]
     assert shapes == [[1, 0, 14336], [0, 224, 7168]]
+    # Over nodes every chunk and number of carriers that fits on the GPU; on one node they mean nothing.
+    made.clear()
+    words = "--on 8x12,4x28 --nodes 1,2 --carriers 4,8 --chunk 0,16 --tokens 64 --layout token --ops dispatch"
+    lines = [line[8:-2] for line in lines_of(words)[1:]]
+    assert lines == [[], ["2", "nodes", "+4", "-"], ["2", "nodes", "+4", "16"]] * 2
+    shapes = [[fake.shape[name] for name in ("num_nodes", "num_carriers", "chunk_tokens")] for fake in made]
+    assert shapes == [[1, 1, 0], [2, 4, 0], [2, 4, 16]] * 2
     for words in ("--layout rows", "--workload W9", "--ops send", "--wire fp8"):
         with pytest.raises(SystemExit):
             time_kernels.main(words.split(), loopback)

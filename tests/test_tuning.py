@@ -143,3 +143,41 @@ def test_mode_by_bytes_of_slots():
 )
 def test_latency_num_sms(num_tokens, num_ranks, placement, expected):
     assert tuning.latency_num_sms(placement, num_ranks=num_ranks, num_tokens=num_tokens) == expected
+
+
+NODES = dict(op="dispatch", layout="token", num_nodes=2, num_ranks=8, num_experts=256, num_topk=8)
+CALL = dict(num_tokens=4096, row_bytes=14336)
+
+
+def test_rows_over_nodes():
+    """W1: what docs/performance.md counts, per token; the call's SMs and the carrier's together."""
+    counted = {(8, 2): (11.3, 12.3), (8, 4): (18.1, 19.1), (4, 2): (9.6, 10.6)}
+    for (num_ranks, num_nodes), expected in counted.items():
+        for op, rows in zip(("dispatch", "combine"), expected, strict=True):
+            got = tuning.node_rows(**{**NODES, "op": op, "num_ranks": num_ranks, "num_nodes": num_nodes})
+            assert sum(got) == pytest.approx(rows, abs=0.05)
+    assert tuning.node_rows(**{**NODES, "num_nodes": 4})[1] == pytest.approx(2 * 3 * 0.9035, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_nodes", "carriers", "beside"), [(8, 2, 3, 13), (8, 4, 5, 11), (4, 2, 7, 26)]
+)
+def test_carriers_keep_pace_and_share(num_ranks, num_nodes, carriers, beside):
+    """W1 on one GPU: together with the call's SMs all that the rank has, in the ratio of their rows."""
+    sizes = {**NODES, "num_ranks": num_ranks, "num_nodes": num_nodes}
+    placement = one_gpu(num_ranks)
+    assert tuning.node_sms(placement, None, **sizes, **CALL) == carriers
+    num_sms = choose(placement, num_ranks=num_ranks)
+    assert tuning.node_num_sms(placement, num_sms, carriers) == beside
+    moved, carried = tuning.node_rows(**sizes)
+    assert abs(carriers / beside - carried / moved) < 0.06
+
+
+def test_carriers_beside_what_was_asked():
+    """Config.node_sms goes first; beside Config.num_sms there is what is left, at least one."""
+    placement = one_gpu(8)
+    assert tuning.node_sms(placement, 9, **NODES, **CALL) == 9
+    assert tuning.node_sms(placement, None, 12, **NODES, **CALL) == 3
+    assert [tuning.node_sms(placement, None, n, **NODES, **CALL) for n in (4, 15, 16)] == [1, 1, 1]
+    assert tuning.node_sms(None, None, **NODES, **CALL) == tuning.NODE_FALLBACK_SMS
+    assert tuning.node_sms(nvlink(), None, 132 - 16, **{**NODES, "num_nodes": 8}, **CALL) == tuning.NODE_MOST_SMS

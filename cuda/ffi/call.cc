@@ -69,7 +69,7 @@ std::string start_carrier(const RankContext &rank, const CallAttributes &a, cons
              " of the same node cannot reach it; over several nodes no row goes through staging: leave "
              "XLA_PYTHON_CLIENT_PREALLOCATE and XLA_PYTHON_CLIENT_ALLOCATOR alone, and copy imported arrays first";
   const CarrierParams p{call.shape, call.arena, call.peers, call.limit_ns, call.num_ranks, num_blocks, int32_t(a.num_carriers),
-                        uint32_t(a.put_delay_ns), rank.pes};
+                        uint32_t(a.put_delay_ns), a.use_bulk(rank), rank.pes};
   if (cudaError_t e = launch_carrier(rank.carrier, rank.launch_carrier, p, stream))
     return std::string("launch of the carrier failed: ") + cudaGetErrorString(e);
   return "";

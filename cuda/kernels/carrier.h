@@ -22,6 +22,7 @@ struct CarrierParams {
   int32_t call_blocks;    // of the kernel whose puts these are
   int32_t num_blocks;     // of the carrier, one per SM
   uint32_t max_delay_ns;  // test transport: puts are done out of order, each late by up to this; 0: neither
+  int32_t use_bulk;       // 1: the copy engine moves bytes within reach
   const int32_t *pes = nullptr; // NVSHMEM: the PE of each rank; device memory
 };
 

@@ -3,12 +3,15 @@
     python tests/gpu/time_kernels.py --ranks 2,8 --sms 16 --layout token,expert
     python tests/gpu/time_kernels.py --ranks 8 --sms 8,12,16 --tokens 128,4096 --bulk both
     python tests/gpu/time_kernels.py --on 8x16,2x24 --workload W1,W1f,W1q --layout token --wire none,fp8_wire
+    python tests/gpu/time_kernels.py --on 8x12,4x28 --nodes 1,2,4 --carriers 4,8 --chunk 0,8,16 --layout token
 
-A line per combination of the options that are lists. Of each operation: us of the slowest rank over back-to-back calls,
-median of `--repeats` such runs, and GB/s, read plus write, of all ranks together: the bytes that the limit of
-docs/performance.md counts, over this time. "again" is a dispatch along the handle. Workloads are the bench's: W1f sends
-pairs that were quantised before (its combine would be W1's and is left out), W1q quantises in dispatch. Capacity is the
-demand rounded up to 128. Needs jax_ep with its CUDA extension, or the checkout on PYTHONPATH after a developer build.
+A line per combination of the options that are lists; over nodes it names them, the carrier's SMs and the tokens of a
+chunk, and leaves out what would not fit on the GPU together. Of each operation: us of the slowest rank over
+back-to-back calls, median of `--repeats` such runs, and GB/s, read plus write, of all ranks together: the bytes that
+the limit of docs/performance.md counts, over this time. "again" is a dispatch along the handle. Workloads are the
+bench's: W1f sends pairs that were quantised before (its combine would be W1's and is left out), W1q quantises in
+dispatch. Capacity is the demand rounded up to 128. Needs jax_ep with its CUDA extension, or the checkout on PYTHONPATH
+after a developer build.
 """
 
 from __future__ import annotations
@@ -49,7 +52,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     lists.add_argument("--ops", type=_list(str), default=tuple(OPS), help=", ".join(OPS))
     parser.add_argument("--slots", type=int, default=0, help="latency mode, with so many slots; 0: throughput mode")
     lists.add_argument("--nodes", type=_list(int), default=(1,), help="over the test transport, nothing delayed")
-    parser.add_argument("--carriers", type=int, default=4, help="of several nodes: SMs of a rank beside --sms")
+    lists.add_argument("--carriers", type=_list(int), default=(4,), help="of several nodes: SMs of a rank beside --sms")
+    lists.add_argument(
+        "--chunk", type=_list(int), default=(0,), help="of several nodes: tokens; 0: what --node-mib holds"
+    )
+    parser.add_argument("--gpu-sms", type=int, default=132, help="blocks that may be resident, all ranks' together")
+    parser.add_argument("--node-mib", type=int, default=64, help="of several nodes: own memory of a rank for chunks")
     parser.add_argument("--bulk", choices=("yes", "no", "both"), default="yes", help="copies by the copy engine")
     own = parser.add_argument_group("instead of the workload's own")
     own.add_argument("--quantize", choices=QUANTIZE[:3], help="in dispatch")
@@ -73,7 +81,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(loopback, args, workload: Workload, on: tuple[int, int], layout: str, wire: str, use_bulk: bool,
-            nodes: int = 1) -> dict:  # fmt: skip
+            nodes: int = 1, carriers: int = 1, chunk: int = 0) -> dict:  # fmt: skip
     """Capacity of one combination, and (us, GB/s) of each operation. `loopback`: `jax_ep._cuda.Loopback`."""
     num_ranks, num_sms = on
     idx = workloads.topk_idx(workload, num_ranks)
@@ -88,7 +96,8 @@ def measure(loopback, args, workload: Workload, on: tuple[int, int], layout: str
         capacity=capacity, layout=LAYOUTS.index(layout), dtype=DTYPES[workload.dtype], zero_tail=args.zero_tail,
         has_weights=args.weights, use_bulk=use_bulk, num_sms=num_sms, side_bytes=side,
         quantize=QUANTIZE.index(quantize), wire=QUANTIZE.index(wire), num_slots=args.slots,
-        num_nodes=nodes, num_carriers=args.carriers, **(dict(staging_bytes=64 << 20) if nodes > 1 else {}),
+        num_nodes=nodes, num_carriers=carriers, chunk_tokens=chunk,
+        **(dict(staging_bytes=args.node_mib << 20) if nodes > 1 else {}),
     )  # fmt: skip
     for rank in range(num_ranks):
         ranks.write("topk_idx", rank, idx[rank].tobytes())
@@ -119,17 +128,24 @@ def main(argv: list[str] | None = None, loopback=None) -> None:
     copies = {"yes": (True,), "no": (False,), "both": (True, False)}[args.bulk]
     on = args.on or tuple(itertools.product(args.ranks, args.sms))
     print(COLUMNS + "".join(f"{op:>10}{'GB/s':>7}" for op in args.ops))
-    for name, tokens, where, layout, wire, use_bulk, nodes in itertools.product(
-        args.workload, args.tokens, on, args.layout, args.wire, copies, args.nodes
+    over = [
+        (nodes, carriers, chunk)
+        for nodes in args.nodes
+        for carriers, chunk in (itertools.product(args.carriers, args.chunk) if nodes > 1 else [(1, 0)])
+    ]
+    for name, tokens, where, layout, wire, use_bulk, (nodes, carriers, chunk) in itertools.product(
+        args.workload, args.tokens, on, args.layout, args.wire, copies, over
     ):
+        if nodes > 1 and where[0] * (where[1] + carriers) > args.gpu_sms:
+            continue  # they wait for each other
         workload = workloads.custom(
             WORKLOADS[name], num_tokens=tokens, hidden=args.hidden, num_topk=args.topk, num_experts=args.experts,
             dtype=args.dtype, routing=args.routing,
         )  # fmt: skip
-        got = measure(loopback, args, workload, where, layout, wire, use_bulk, nodes)
+        got = measure(loopback, args, workload, where, layout, wire, use_bulk, nodes, carriers, chunk)
         start = f"{name:<8}{where[0]:>3}{where[1]:>5}{workload.num_tokens:>8} {layout:<9}"
         start += f"{'bulk' if use_bulk else 'vector':<8}{wire:<10}{got['capacity']:>9}"
-        start += f" {nodes} nodes" if nodes > 1 else ""
+        start += f" {nodes} nodes +{carriers} {chunk or '-'}" if nodes > 1 else ""
         times = (f"{got[op][0]:>10.1f}{got[op][1]:>7.0f}" if op in got else f"{'-':>10}{'-':>7}" for op in args.ops)
         print(start + "".join(times), flush=True)
 
