@@ -15,7 +15,7 @@ _SMALLEST_AMAX = np.float32(448 * 2.0**-110)
 
 def oracle_quantize(x: np.ndarray, kind: str = "fp8") -> tuple[np.ndarray, np.ndarray]:
     """Data e4m3 [..., H] and scale [..., H / 128], float32 or (kind "fp8_ue8m0") float8_e8m0fnu."""
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, _BLOCK)
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // _BLOCK, _BLOCK)
     finite = np.where(np.isfinite(blocks), np.abs(blocks), np.float32(0))
     amax = np.maximum(finite.max(-1), _SMALLEST_AMAX)
     scale = amax * np.float32(1 / 448)
@@ -40,6 +40,6 @@ def oracle_dequantize(data: np.ndarray, scale: np.ndarray, dtype="float32") -> n
     factor = scale.astype(np.float32)
     if scale.dtype == ml_dtypes.float8_e8m0fnu:
         factor = np.where(scale.view(np.uint8) == 0, np.float32(0), factor)
-    blocks = data.astype(np.float32).reshape(*scale.shape, -1)
+    blocks = data.astype(np.float32).reshape(*scale.shape, _BLOCK)
     with np.errstate(over="ignore", invalid="ignore"):
         return (blocks * factor[..., None]).reshape(data.shape).astype(np.dtype(dtype))

@@ -299,6 +299,16 @@ class ExchangeCases:
         sizes = Sizes(2, 4, num_tokens=num_tokens, num_topk=2, expert_alignment=2)
         self.run(sizes, self.routing("masked", sizes))
 
+    @pytest.mark.parametrize(
+        ("layout", "quantize"), [("expert", None), ("token", "fp8_wire"), ("batched", "fp8_ue8m0"), ("token", "opaque")]
+    )
+    def test_arrays_without_tokens(self, layout, quantize):
+        """B01, B27: arrays of literally no token, which XLA hands over as null; received rows there are, all zero."""
+        capacity = None if layout == "expert" else 4
+        sizes = Sizes(2, 4, num_tokens=0, num_topk=2, hidden=128, layout=layout, quantize=quantize, capacity=capacity)
+        sizes = dataclasses.replace(sizes, expert_alignment=4 if layout == "expert" else 1)
+        self.run(sizes, self.routing("uniform", sizes))
+
     @pytest.mark.parametrize("num_topk", [1, 9, 32])
     def test_topk_up_to_the_limit(self, num_topk):
         """B12: k = 1, more than 8, the limit, which is num_experts here."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange_cases import LAYOUTS
+from exchange_cases import LAYOUTS, QUICK_COMPILE
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_ep
@@ -101,7 +101,7 @@ def test_extreme_values_keep_their_dtype(make_mesh, dtype, extremes):
 
 
 def test_operands_of_any_memory_layout(make_mesh):
-    """B19: transposed, strided, reversed, broadcast and sliced operands are read like fresh copies."""
+    """B19: transposed, strided, reversed, broadcast and sliced operands are read like fresh copies, combine's too."""
     send = round_trip(4)
 
     def views(y, ids):
@@ -110,24 +110,33 @@ def test_operands_of_any_memory_layout(make_mesh):
         xs = [y.T, wide[:, ::2][: len(idx)], y[::-1][: len(idx)], jnp.broadcast_to(y[0], (len(idx), len(y)))]
         xs.append(jax.lax.dynamic_slice(wide, (2, 4), (len(idx), len(y))))
         fresh = jax.lax.optimization_barrier((xs, idx + 0))
-        return [send(x, idx) for x in xs], [send(x, fresh[1]) for x in fresh[0]]
+        results = [send(x, idx) for x in xs]
+        recv = results[0][1]
+        ys = jnp.repeat(recv.x, 2, axis=1)[:, ::2], jnp.flip(recv.x.T, 0)[::-1].T, recv.x[::-1][::-1]
+        sums = [jax_ep.combine(y, recv.handle) for y in ys]
+        return results, [send(x, fresh[1]) for x in fresh[0]], sums
 
     y = testing.random_rows((2, 8, 8), "bfloat16")
     ids = testing.routing("uniform", num_ranks=2, num_tokens=8, num_topk=2, num_experts=4).transpose(0, 2, 1)
-    got, expected = testing.on_ranks(views, make_mesh(2))(y, ids.copy())
+    got, expected, sums = testing.on_ranks(views, make_mesh(2))(y, ids.copy())
     jax.tree.map(testing.same_bits, got, expected)
+    for out in sums:
+        testing.same_bits(out, got[0][0], "combine")
     first = testing.oracle_dispatch(y.transpose(0, 2, 1), ids.transpose(0, 2, 1), num_experts=4, layout="token")
     testing.check_recv(jax.tree.map(lambda a: a, got[0][1]), first)
 
 
-@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 0, 3, 2), (0, 2, 1, 3), (2, 3, 0, 1), (1, 2, 3, 0)], ids=str)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
 def test_rank_is_the_position_in_the_mesh(order):
-    """B54: device ids play no part."""
+    """B54: device ids play no part, there and back."""
     mesh = Mesh(np.array(jax.devices())[list(order)], ("ep",))
-    x = testing.code_rows(4, 5, 8)
-    idx = testing.routing("masked", num_ranks=4, num_tokens=5, num_topk=2, num_experts=8)
-    _, recv = testing.on_ranks(round_trip(8), mesh)(x, idx)
-    testing.check_recv(recv, testing.oracle_dispatch(x, idx, num_experts=8, layout="token"))
+    x = testing.code_rows(4, 3, 8)
+    idx = testing.routing("masked", num_ranks=4, num_tokens=3, num_topk=2, num_experts=8)
+    program = jax.jit(testing.on_ranks(round_trip(8), mesh, jit=False), compiler_options=QUICK_COMPILE)
+    out, recv = program(x, idx)
+    oracle = testing.oracle_dispatch(x, idx, num_experts=8, layout="token")
+    testing.check_recv(recv, oracle)
+    testing.same_bits(out, testing.oracle_combine(oracle, oracle.x))
 
 
 MESHES = [
@@ -191,6 +200,8 @@ def test_result_depends_on_the_token_alone(make_mesh):
     others_x[1:] = testing.random_rows((3, 9, 16), "bfloat16", 1)
     others_idx[1:] = testing.routing("one_rank", num_ranks=4, num_tokens=9, num_topk=4, num_experts=8)[1:]
     testing.same_bits(run(others_x, others_idx, w)[0], out[0], "with other ranks changed")
+    others_idx[1:] = -1
+    testing.same_bits(run(others_x, others_idx, w)[0], out[0], "alone")
 
     order = np.random.default_rng(1).permutation(9)
     testing.same_bits(run(x[:, order], idx[:, order], w[:, order]), out[:, order], "permuted")

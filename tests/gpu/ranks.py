@@ -66,9 +66,15 @@ def _folder() -> pathlib.Path:
 def stacked(on: Mesh, result):
     """`result` of all ranks of `on` as NumPy, in every process; processes without a rank give None."""
     number = next(_sequence)
+
+    def own(a):
+        if a.size:
+            return np.asarray(a.addressable_shards[0].data)
+        return np.zeros((a.shape[0] // on.devices.size, *a.shape[1:]), a.dtype)  # JAX does not shard what is empty
+
     if takes_part(on):
-        shard = jax.tree.leaves(result)[0].addressable_shards[0]
-        data = shard.index[0].start or 0, jax.tree.map(lambda a: np.asarray(a.addressable_shards[0].data), result)
+        shard = next(a for a in jax.tree.leaves(result) if a.size).addressable_shards[0]
+        data = shard.index[0].start or 0, jax.tree.map(own, result)
         (_folder() / f"{number}.{jax.process_index()}").write_bytes(pickle.dumps(data))
     else:
         _folder()
