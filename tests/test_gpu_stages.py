@@ -113,6 +113,10 @@ def test_sanitised_cases_exist_and_cover_the_kernels(scripts):
         assert "crosses_once" not in text  # latency mode has no such way
         assert "quantize='fp8" in text and "wire='fp8_wire'" in text and "layout='batched'" in text
     assert "layout='token'" in text and "routing='mixed'" in text
+    nodes = _cases("test_loopback_nodes.py", "CASES")
+    text = " ".join(nodes[name] for name in sanitize.NODES)
+    words = ["layout='token'", "layout='batched'", "quantize='fp8", "wire='fp8_wire'", "routing='mixed'", "tokens=0"]
+    assert not [word for word in words if word not in text] and "ranks=8" not in text
 
 
 def test_every_tool_runs_every_path(scripts):
@@ -124,7 +128,8 @@ def test_every_tool_runs_every_path(scripts):
         assert all(tool in stage.prefix and stage.env["LOOPBACK_SEEDS"] == "1" for stage in mine)
         words = {w for stage in mine for t in stage.tests for w in t.rstrip("]").split("-")[-2:]}
         assert {"bulk", "vector", "direct", "staged", "fused", "split"} <= words, tool
-        assert [stage.name.partition(" ")[2] for stage in mine] == ["R=2", "R=4", "latency"]
+        over_nodes = ["nodes"] if tool in ("memcheck", "synccheck") else []
+        assert [stage.name.partition(" ")[2] for stage in mine] == ["R=2", "R=4", "latency", *over_nodes]
         assert all(stage.tests[:2] == ("--maxfail", "2") and len(stage.tests) > 4 for stage in mine)
 
 

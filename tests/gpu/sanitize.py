@@ -2,8 +2,9 @@
 
 memcheck (bounds and alignment of every access), synccheck (barriers), racecheck (shared memory) and initcheck (reads of
 device memory that nobody wrote) over R = 2 and 4 ranks on the streams of one process: all layouts, bulk and vector
-copies, direct and staged, rows that cross once, latency mode fused and split, FP8 in dispatch and combine, windows,
-side arrays, -1 and invalid ids, drops, idle ranks, no tokens. Every stage has its own time limit and log, as in run.py.
+copies, direct and staged, rows that cross once, latency mode fused and split, several nodes, FP8 in dispatch and
+combine, windows, side arrays, -1 and invalid ids, drops, idle ranks, no tokens. Every stage has its own time limit and
+log, as in run.py.
 A tool that lets one kernel run at a time cannot run ranks that wait for each other: those stages say "not run".
 """
 
@@ -37,6 +38,11 @@ LATENCY = {
     ),
 }  # fmt: skip
 PIECES = ("segments", "14 pieces and a side", "3 pieces of 7 scales", "14 pieces of 2 scales")
+# Cases of test_loopback_nodes.py.
+NODES = (
+    "one rank a node", "two ranks, two nodes", "mixed ids", "mixed ids, token", "dropped, batched", "idle ranks",
+    "no tokens", "window 1, token", "side of bytes", "fp8", "fp8 wire", "crosses once",
+)  # fmt: skip
 # For tools under which a kernel takes a hundred times as long as alone.
 FEW = {
     2: ("31 of 64", "crosses once, fp8"),
@@ -59,17 +65,24 @@ def _latency(cases: dict, pieces: tuple[str, ...]) -> list[str]:
     return [f"test_loopback_latency.py::{test}[{case}-{a}-{b}]" for test, case in named for a, b in ways]
 
 
+def _nodes() -> list[str]:
+    ways = [("bulk", "in order"), ("vector", "late")]
+    return [f"test_loopback_nodes.py::test_equals_reference[{case}-{a}-{b}]" for case in NODES for a, b in ways]
+
+
 def stages(sanitizer: str) -> list[run.Stage]:
     """By tool, the most telling first; the time that a stage leaves over goes to later ones."""
-    env = run.NO_XLA | {"LOOPBACK_SEEDS": "1"}
+    env = run.NO_XLA | {"LOOPBACK_SEEDS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # carriers have streams, too
     latency, few_latency = _latency(LATENCY, PIECES), _latency(FEW_LATENCY, FEW_PIECES)
     plan = [
         ("memcheck", "R=2", 90, _throughput(CASES, 2, is_short=False)),
         ("memcheck", "R=4", 120, _throughput(CASES, 4, is_short=False)),
         ("memcheck", "latency", 90, latency),
+        ("memcheck", "nodes", 90, _nodes()),
         ("synccheck", "R=2", 60, _throughput(CASES, 2, is_short=True)),
         ("synccheck", "R=4", 90, _throughput(CASES, 4, is_short=True)),
         ("synccheck", "latency", 90, latency),
+        ("synccheck", "nodes", 90, _nodes()),
         ("racecheck", "R=2", 90, _throughput(FEW, 2, is_short=True)),
         ("racecheck", "R=4", 90, _throughput(FEW, 4, is_short=True)),
         ("racecheck", "latency", 90, few_latency),

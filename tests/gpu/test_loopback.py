@@ -241,6 +241,11 @@ def check_with_delays(case: Case):
         check(case, ranks, call % 5, [int(d) for d in delays])
 
 
+def most_experts(num_ranks: int, limit=cuda.max_experts) -> int:
+    """As many as the kernels take."""
+    return limit(num_ranks) // num_ranks * num_ranks
+
+
 SMALL = Case()
 CASES = {
     "expert": SMALL,
@@ -250,6 +255,8 @@ CASES = {
     "f32": dataclasses.replace(SMALL, dtype="f32", weights=False, bias=True),
     "f16 token": dataclasses.replace(SMALL, dtype="f16", layout="token"),
     "aligned": dataclasses.replace(SMALL, alignment=16, routing="mixed"),
+    "aligned to 128": dataclasses.replace(SMALL, alignment=128, routing="mixed", weights=False),
+    "aligned to 256, dropped": dataclasses.replace(SMALL, alignment=256, capacity=256),
     "mixed ids": dataclasses.replace(SMALL, routing="mixed", weights=False),
     "mixed ids, token": dataclasses.replace(SMALL, routing="mixed", layout="token"),
     "dropped": dataclasses.replace(SMALL, capacity=48, alignment=16, weights=False),
@@ -274,6 +281,7 @@ CASES = {
     "long rows": dataclasses.replace(SMALL, ranks=2, hidden=16392, tokens=5, layout="token", dtype="f32"),
     "many experts": dataclasses.replace(SMALL, ranks=2, experts=1000, topk=4),
     "thousands of experts": dataclasses.replace(SMALL, ranks=8, experts=4000, topk=4, layout="token"),
+    "most experts": dataclasses.replace(SMALL, ranks=2, experts=most_experts(2), topk=4),
     "batched": dataclasses.replace(SMALL, layout="batched"),
     "batched, dropped": dataclasses.replace(SMALL, layout="batched", routing="mixed", capacity=9, weights=False),
     "batched, eight ranks": dataclasses.replace(SMALL, layout="batched", ranks=8, experts=64, topk=8, bias=True),

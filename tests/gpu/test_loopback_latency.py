@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import test_loopback
-from test_loopback import CASES, NUM_SEEDS, Case, check, check_with_delays, cuda, inputs, make, read, same
+from test_loopback import CASES, NUM_SEEDS, Case, check, check_with_delays, cuda, inputs, make, most_experts, read, same
 
 pytestmark = test_loopback.pytestmark
 
@@ -39,6 +39,7 @@ CASES_HERE = {
     "segments": LONG,
     "segments, token": dataclasses.replace(LONG, layout="token", capacity=900, window=1),
     "segments, batched": dataclasses.replace(LONG, layout="batched", capacity=700, weights=False, sms=1),
+    "most experts": dataclasses.replace(FEW, tokens=33, topk=4, experts=most_experts(2, cuda.max_latency_experts)),
     "short segments": dataclasses.replace(LONG, tokens=600, experts=2000, layout="token"),
     "14 pieces and a side": dataclasses.replace(FEW, hidden=7168, side=7, layout="token"),
     "3 pieces and a side": dataclasses.replace(FEW, hidden=4104, side=36, tokens=1, layout="batched"),

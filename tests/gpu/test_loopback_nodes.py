@@ -12,7 +12,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_loopback import Case, check, check_with_delays, cuda, expected, inputs, make, same
+from test_loopback import NUM_SEEDS, Case, check, check_with_delays, cuda, expected, inputs, make, most_experts, same
 from test_loopback import read as read_buffer
 
 pytestmark = pytest.mark.skipif(cuda.num_devices() == 0, reason="needs a CUDA device")
@@ -40,12 +40,16 @@ CASES = {
     "dropped, token": dataclasses.replace(SMALL, capacity=40, layout="token", routing="mixed"),
     "dropped, batched": dataclasses.replace(SMALL, layout="batched", routing="mixed", capacity=9),
     "hot": dataclasses.replace(SMALL, routing="hot", ranks=8, nodes=4, topk=1),
+    "hot, 2304 tokens": dataclasses.replace(SMALL, routing="hot", tokens=2304, hidden=8, sms=8, chunk=0),  # B10
     "idle ranks": dataclasses.replace(SMALL, routing="idle", layout="token"),
     "nothing routed": dataclasses.replace(SMALL, routing="none"),
     "no tokens": dataclasses.replace(SMALL, tokens=0, capacity=8, alignment=8),
     "one token": dataclasses.replace(SMALL, ranks=8, nodes=4, tokens=1, topk=8, layout="token"),
     "fewer tokens than blocks": dataclasses.replace(SMALL, tokens=3, sms=8),
     "32 of 32": dataclasses.replace(SMALL, experts=32, topk=32, tokens=9),
+    "many experts": dataclasses.replace(SMALL, experts=1000, topk=4, layout="token"),
+    "most experts": dataclasses.replace(SMALL, experts=most_experts(4), topk=4),
+    "one long row a chunk": dataclasses.replace(SMALL, hidden=16392, tokens=5, dtype="f32", staging_bytes=1),
     "window 2": dataclasses.replace(SMALL, capacity=32, alignment=8, window=2, routing="mixed"),
     "window 1, token": dataclasses.replace(SMALL, capacity=40, window=1, layout="token", routing="mixed"),
     "side of words": dataclasses.replace(SMALL, side=36, layout="token"),
@@ -59,6 +63,8 @@ CASES = {
     "crosses once": dataclasses.replace(SMALL, crosses_once=True, routing="mixed", topk=8, tokens=40, side=12),
     "crosses once, 4 x 2": dataclasses.replace(EIGHT, nodes=4, crosses_once=True, capacity=640, alignment=8),
     "unusual": dataclasses.replace(SMALL, unusual=True, bias=True),
+    "unusual, fp8": dataclasses.replace(SMALL, unusual=True, quantize="fp8", hidden=256, layout="token"),
+    "unusual, fp8 wire": dataclasses.replace(SMALL, unusual=True, wire="fp8_wire", hidden=640, alignment=128),
     "long rows": dataclasses.replace(SMALL, hidden=7168, topk=8, experts=16, tokens=24, chunk=0),
     "as much as fits": dataclasses.replace(SMALL, tokens=700, hidden=64, sms=2, chunk=0, staging_bytes=1),
     "many tokens": dataclasses.replace(SMALL, tokens=600, hidden=64, sms=1, chunk=0, staging_bytes=1 << 22),
@@ -72,7 +78,7 @@ CASES = {
 def test_equals_reference(name, bulk, late):
     case = dataclasses.replace(CASES[name], bulk=bulk, put_delay_ns=20_000 if late else 0)
     ranks = make(case)
-    for seed in range(3):
+    for seed in range(NUM_SEEDS):
         check(case, ranks, seed)
 
 
