@@ -1,8 +1,11 @@
 """One array of more than 2**31 elements and 2**32 bytes: no row's place wraps (B26). One process per rank.
 
-All tokens of all ranks go to rank 0, whose result has 64 rows more than 4 GiB hold. Rows are made and checked on the
-device; each names its source and token in every column. A CPU runs a small size, which tries the test itself.
+All tokens of all ranks go to rank 0, whose result has 64 rows more than 4 GiB hold; in both modes, and over two nodes.
+Rows are made and checked on the device; each names its source and token in every column. A CPU runs a small size, which
+tries the test itself.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +25,19 @@ def code(source, token):
     return ((start[:, None] + jnp.arange(HIDDEN) * 5) % 251 - 125).astype(jnp.bfloat16)
 
 
-@pytest.mark.parametrize("layout", ["token", "expert"])
-def test_rows_beyond_4_gib(request, layout):
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [
+        ("token", "throughput"),
+        ("expert", "throughput"),
+        ("token", "latency"),  # slots of more than 4 GiB, too
+        ("token", "nodes"),
+        ("expert", "nodes"),
+    ],
+)
+def test_rows_beyond_4_gib(request, layout, how):
+    mode = "latency" if how == "latency" else "throughput"
+    config = dataclasses.replace(ranks.CONFIG, ranks_per_node=1 if how == "nodes" else None)
     implementation = request.config.getoption("--implementation")
     on = ranks.mesh()
     size = on.devices.size
@@ -41,8 +55,8 @@ def test_rows_beyond_4_gib(request, layout):
             num_experts=size,
             axis_name="ep",
             layout=layout,
-            mode="throughput",
-            config=ranks.CONFIG,
+            mode=mode,
+            config=config,
             implementation=implementation,
         )
         row = jnp.arange(num_rows)

@@ -1,20 +1,30 @@
 """Device memory of a program that has our calls only: all of it is taken while the program compiles.
 
 Runs as the only test of fresh processes. With a compilation cache (JAX_COMPILATION_CACHE_DIR) that already has the
-program, the executable must come from there and the same must hold.
+program, the executable must come from there and the same must hold. Resets take none either.
 """
 
 import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import ranks
+from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep import testing
 
 NUM_TOKENS, NUM_TOPK, HIDDEN = 256, 4, 1024
+
+
+def free() -> int:
+    """Of the GPU that all ranks share, while none of them does anything."""
+    ranks.barrier()
+    free = ranks.free_device_bytes()
+    ranks.barrier()
+    return free
 
 
 def test_all_growth_lies_in_compile():
@@ -34,12 +44,6 @@ def test_all_growth_lies_in_compile():
     def fn(x, idx):
         recv = jax_ep.dispatch(x, idx, num_experts=4 * size, axis_name="ep", mode="throughput", implementation="cuda")
         return jax_ep.combine(recv.x, recv.handle)
-
-    def free() -> int:
-        ranks.barrier()
-        free = ranks.free_device_bytes()
-        ranks.barrier()
-        return free
 
     before = free()
     assert jax.eval_shape(testing.on_ranks(fn, on), *args).shape == args[0].shape
@@ -85,4 +89,31 @@ def test_attaching_a_second_program_takes_no_memory():
     after = jax_ep.debug.stats()
     assert after["symmetric_bytes"] == arenas
     assert after["attached"] >= 2 and after["setup_ms"]["attach"] / after["attached"] < 1.0
+    jax_ep.check()
+
+
+def test_resets_take_no_memory():
+    """B61: programs of two meshes and other sizes are right after each reset, and nothing grows."""
+    size = jax.device_count()
+    programs = []
+    for order, num_tokens in ((1, 128), (-1, 512)):
+        on = Mesh(np.array(jax.devices())[::order], ("ep",))
+        sizes = dict(num_ranks=size, num_tokens=num_tokens, num_topk=NUM_TOPK, num_experts=4 * size)
+        args = testing.code_rows(size, num_tokens, HIDDEN, "float32"), testing.routing("uniform", **sizes)
+        args = ranks.place(on, args)
+
+        def fn(x, idx):
+            options = dict(axis_name="ep", mode="throughput", implementation="cuda")
+            recv = jax_ep.dispatch(x, idx, num_experts=4 * size, **options)
+            return jax_ep.combine(recv.x, recv.handle)
+
+        programs.append((testing.on_ranks(fn, on).lower(*args).compile(), args))
+    left = []
+    for _ in range(4):
+        for program, args in programs:
+            testing.same_bits(ranks.local(program(*args)), ranks.local(args)[0] * NUM_TOPK)
+        left.append((free(), jax_ep.debug.stats()["symmetric_bytes"]))
+        jax_ep.reset(timeout_s=60)
+        jax_ep.reset(timeout_s=60)
+    assert len(set(left)) == 1, f"(free bytes, symmetric bytes) before each reset: {left}"
     jax_ep.check()

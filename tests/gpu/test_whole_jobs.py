@@ -20,15 +20,15 @@ SCRIPT = pathlib.Path(__file__).with_name("whole_job.py")
 
 @pytest.fixture
 def run(request, tmp_path):
-    """`run(way, ranks)`: exit status, what each rank reported, all lines, and seconds."""
+    """`run(way, ranks, kernels)`: exit status, what each rank reported, all lines, and seconds."""
     implementation = request.config.getoption("--implementation")
 
-    def start(way: str, ranks: int, use_mps: bool = True):
+    def start(way: str, ranks: int, kernels: str = "throughput", use_mps: bool = True):
         lines = []
         platform = "cuda" if implementation == "cuda" else "cpu"
         how = launch.Launch(ranks, 45, platform, use_mps=use_mps, grace_s=15)
         begin = time.monotonic()
-        status = launch.run([str(SCRIPT), way, str(tmp_path), implementation], how, lines.append)
+        status = launch.run([str(SCRIPT), way, str(tmp_path), implementation, kernels], how, lines.append)
         reports = [re.match(r"\[(\d+)\] REPORT(.*)", line) for line in lines]
         reports = {int(found[1]): json.loads(found[2]) for found in reports if found}
         return status, reports, "\n".join(lines), time.monotonic() - begin
@@ -37,14 +37,22 @@ def run(request, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("way", "ranks"), [("killed", 3), ("raises", 3), ("killed inside", 2)], ids=["killed", "raises", "killed inside"]
+    ("way", "ranks", "kernels"),
+    [
+        ("killed", 3, "throughput"),
+        ("raises", 3, "throughput"),
+        ("killed inside", 2, "throughput"),
+        ("killed", 3, "latency"),
+        ("killed", 4, "nodes"),
+    ],
+    ids=["killed", "raises", "killed inside", "killed, latency", "killed, nodes"],
 )
-def test_a_rank_that_dies(run, request, way, ranks):
+def test_a_rank_that_dies(run, request, way, ranks, kernels):
     """B62: the others say whom they miss within the set time, and end; nobody stays. (Without MPS, whose clients can
     disturb each other when one dies in a kernel.)"""
     if request.config.getoption("--implementation") != "cuda":
         pytest.skip("needs a CUDA device")
-    status, reports, text, seconds = run(way, ranks, use_mps=way != "killed inside")
+    status, reports, text, seconds = run(way, ranks, kernels, use_mps=way != "killed inside")
     limit = 1.0 if way == "killed" else 2.0
     assert status != 0 and "not finished within" not in text, text
     assert seconds < 40, text
@@ -70,7 +78,8 @@ def test_a_job_leaves_nothing_behind(run):
 
 
 def test_an_exported_program_in_another_job(run, request):
-    """B52: written by one job, read by the next: equal results, our calls in it, rows straight to their buffers."""
+    """B52: written by one job, read by the next: equal results, our calls of both modes in it, rows straight to their
+    buffers."""
     status, reports, text, _ = run("write", 2)
     assert status == 0 and all(facts["right"] for facts in reports.values()) and len(reports) == 2, text
     is_ours = request.config.getoption("--implementation") == "cuda"
@@ -78,4 +87,4 @@ def test_an_exported_program_in_another_job(run, request):
     status, reports, text, _ = run("read", 2)
     assert status == 0 and len(reports) == 2, text
     for facts in reports.values():
-        assert facts == {"right": True, "calls": 6 if is_ours else 0, "staged": 0}, text
+        assert facts == {"right": True, "calls": 12 if is_ours else 0, "staged": 0}, text

@@ -1,4 +1,4 @@
-"""What each rank of the jobs of test_whole_jobs.py runs; arguments: the way, a folder, the implementation.
+"""What each rank of the jobs of test_whole_jobs.py runs; arguments: the way, a folder, the implementation, the kernels.
 
 Prints lines that begin with REPORT, in JSON. A rank whose call failed waits a little before it ends, so that the others
 can report, too: when the process that holds JAX's coordination service ends, the others end with it.
@@ -17,10 +17,11 @@ import numpy as np
 import jax_ep
 from jax_ep import testing
 
-WAY, FOLDER, IMPLEMENTATION = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
+WAY, FOLDER, IMPLEMENTATION, KERNELS = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+MODE, RANKS_PER_NODE = "latency" if KERNELS == "latency" else "throughput", 2 if KERNELS == "nodes" else None
 TIMEOUT_S = 1.0 if WAY == "killed" else 2.0
 NUM_TOKENS, NUM_TOPK, HIDDEN = 32, 2, 64
-TARGETS = ("jax_ep_dispatch", "jax_ep_redispatch", "jax_ep_combine")
+TARGETS = [f"jax_ep_{op}{mode}" for op in ("dispatch", "redispatch", "combine") for mode in ("", "_latency")]
 me, num_ranks = jax.process_index(), jax.process_count()
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ep",))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ep"))
@@ -34,11 +35,15 @@ def report(**facts):
     print("REPORT" + json.dumps(facts), flush=True)
 
 
-def layer(x, idx):
-    config = jax_ep.Config(first_call_timeout_s=60.0, timeout_s=TIMEOUT_S)
-    options = dict(axis_name="ep", mode="throughput", config=config, implementation=IMPLEMENTATION)
+def layer(x, idx, mode=MODE):
+    config = jax_ep.Config(first_call_timeout_s=60.0, timeout_s=TIMEOUT_S, ranks_per_node=RANKS_PER_NODE)
+    options = dict(axis_name="ep", mode=mode, config=config, implementation=IMPLEMENTATION)
     recv = jax_ep.dispatch(x, idx, num_experts=4 * num_ranks, **options)
     return jax_ep.combine(recv.x, recv.handle)
+
+
+def both_modes(x, idx):
+    return layer(x, idx, "latency") + layer(x, idx, "throughput")
 
 
 def data():
@@ -102,12 +107,12 @@ def run_while_one_dies() -> None:
 def write() -> None:
     """An exported program and what it gives."""
     args, expected = data()
-    program = testing.on_ranks(layer, mesh)
+    program = testing.on_ranks(both_modes, mesh)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
     exported = jax.export.export(program, disabled_checks=checks)(*args)
     if me == 0:
         (FOLDER / "program").write_bytes(exported.serialize())
-    report(right=is_right(program(*args), expected), calls=exported.mlir_module().count("custom_call @jax_ep_"))
+    report(right=is_right(program(*args), 2 * expected), calls=exported.mlir_module().count("custom_call @jax_ep_"))
 
 
 def read() -> None:
@@ -115,7 +120,7 @@ def read() -> None:
     args, expected = data()
     exported = jax.export.deserialize(bytearray((FOLDER / "program").read_bytes()))
     program = jax.jit(exported.call).lower(*args).compile()
-    right = [is_right(program(*args), expected) for _ in range(3)]
+    right = [is_right(program(*args), 2 * expected) for _ in range(3)]
     jax_ep.check()
     report(right=all(right), staged=jax_ep.debug.stats()["staged_calls"], calls=jax_ep.debug.stats()["calls"])
 
