@@ -25,9 +25,17 @@ NUM_TOKENS, NUM_TOPK, HIDDEN = 48, 3, 64
 
 @pytest.fixture(autouse=True, scope="module")
 def _mode(request):
-    ranks.mode = request.config.getoption("--mode")
-    before = ranks.CONFIG
-    ranks.CONFIG = dataclasses.replace(before, command_buffers=request.config.getoption("--command-buffers"))
+    option, before = request.config.getoption, ranks.CONFIG
+    ranks.mode, delay = option("--mode"), option("--put-delay")
+    ranks.CONFIG = dataclasses.replace(
+        before,
+        command_buffers=option("--command-buffers"),
+        ranks_per_node=option("--ranks-per-node"),
+        put_delay_s=delay,
+        node_chunk=3 if delay else None,
+        transport=option("--transport"),
+        nvshmem_bytes=1 << 30,
+    )
     yield
     ranks.CONFIG = before
 
@@ -46,6 +54,11 @@ def _routing(num_ranks, kind="masked", seed=0):
         num_experts=3 * num_ranks,
         seed=seed,
     )
+
+
+def _combined(oracle, y):
+    """What combine makes of y, in the nodes of this run."""
+    return testing.oracle_combine(oracle, y, ranks_per_node=ranks.CONFIG.ranks_per_node)
 
 
 def _there_and_back(implementation, num_experts, layout="expert", **options):
@@ -111,7 +124,7 @@ def test_calls_1_2_3_and_1000_are_equal(implementation, layout):
     oracle = testing.oracle_dispatch(x, _routing(size), num_experts=3 * size, layout=layout)
     for recv, out in seen.values():
         testing.check_recv(recv, oracle)
-        testing.same_bits(out, testing.oracle_combine(oracle, oracle.x))
+        testing.same_bits(out, _combined(oracle, oracle.x))
 
 
 @pytest.mark.parametrize("order", ["dp, ep", "ep, dp", "reversed"])
@@ -135,7 +148,7 @@ def test_groups_within_a_mesh(implementation, order):
     for group in (slice(0, num_ranks), slice(num_ranks, size)):
         oracle = testing.oracle_dispatch(x[group], idx[group], num_experts=3 * num_ranks)
         testing.check_recv(jax.tree.map(lambda a, g=group: a[g], recv), oracle)
-        testing.same_bits(out[group], testing.oracle_combine(oracle, oracle.x))
+        testing.same_bits(out[group], _combined(oracle, oracle.x))
 
 
 def test_two_programs_compiled_in_opposite_order(implementation):
@@ -159,6 +172,107 @@ def test_two_programs_compiled_in_opposite_order(implementation):
         ranks.random_delay(rng)
         _, out = compiled[name](*args[name])
         testing.same_bits(ranks.local(out), expected[name], f"program {name}, call {call}")
+
+
+def test_sizes_change(implementation):
+    """B05, B22, B25: more tokens than any program before had, then fewer, then more; other arenas, or the same ones."""
+    on = ranks.mesh()
+    size = on.devices.size
+    program = testing.on_ranks(_there_and_back(implementation, 3 * size), on)
+    for call, num_tokens in enumerate((8, 64, 16, 8, 33, 1, 700, 1, 64)):
+        x = testing.code_rows(size, num_tokens, HIDDEN, "float32")
+        sizes = dict(num_ranks=size, num_tokens=num_tokens, num_topk=NUM_TOPK, num_experts=3 * size)
+        idx = testing.routing("zipf", **sizes, seed=call)
+        args = ranks.place(on, (x, idx))
+        ranks.poison()
+        recv, out = ranks.stacked(on, program(*args))
+        oracle = testing.oracle_dispatch(x, idx, num_experts=3 * size)
+        testing.check_recv(recv, oracle)
+        testing.same_bits(out, _combined(oracle, oracle.x), f"{num_tokens} tokens, call {call}")
+
+
+def test_gradients_with_rotating_idle_ranks(implementation):
+    """B01, B03: 50 steps, forward and backward; in each another rank has no token, and yet another one gets none."""
+    on, rng = ranks.mesh(), random.Random(jax.process_index())
+    size, me = on.devices.size, jax.process_index()
+
+    def step(x, idx, w, scale):
+        def loss(x, w, scale):
+            options = dict(axis_name="ep", mode=ranks.mode, config=ranks.CONFIG, implementation=implementation)
+            recv = jax_ep.dispatch(x, idx, w, num_experts=3 * size, **options)
+            out = jax_ep.combine(recv.x * scale, recv.handle, weights=recv.weights)
+            return (out * (1 + jnp.arange(HIDDEN) % 3)).sum(), out
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(x, w, scale)
+
+    # Integers and powers of two: every product and every sum is exact, in any order.
+    x = testing.code_rows(size, NUM_TOKENS, HIDDEN, "float32")
+    scale = (1.0 + (np.arange(size)[:, None] + np.arange(HIDDEN)) % 3).astype(np.float32)
+    g = (1 + np.arange(HIDDEN) % 3).astype(np.float32)
+    program = testing.on_ranks(step, on)
+    for n in range(50 if implementation == "cuda" else 5):
+        ids = _routing(size, "uniform", n)
+        ids[n % size] = -1
+        ids = np.where(ids // 3 == (n + 1) % size, -1, ids).astype(np.int32)
+        w = 2.0 ** np.random.default_rng(n).integers(-1, 2, ids.shape).astype(np.float32)
+        w = np.where(ids < 0, np.nan, w).astype(np.float32)  # never read
+        ranks.random_delay(rng)
+        (g_x, g_w, g_scale), out = ranks.local(program(*ranks.place(on, (x, ids, w, scale))))
+        routed, at = ids >= 0, np.maximum(ids, 0) // 3
+        factor = np.where(routed, w, 0)[..., None] * scale[at]  # [rank, token, k, column]
+        np.testing.assert_array_equal(out, (x * factor.sum(2))[me], f"sum, step {n}")
+        np.testing.assert_array_equal(g_x, (g * factor.sum(2))[me], f"gradient of x, step {n}")
+        products = np.where(routed, (x[:, :, None] * scale[at] * g).sum(-1), 0)
+        np.testing.assert_array_equal(g_w, products[me], f"gradient of weights, step {n}")
+        mine = np.where(routed & (at == me), w, 0).sum(2)[..., None] * x * g
+        np.testing.assert_array_equal(g_scale, mine.sum((0, 1)), f"gradient of the experts, step {n}")
+
+
+@pytest.mark.parametrize("layout", ["expert", "token"])
+def test_older_handles_in_another_program(implementation, layout):
+    """B44: handles of one program are plain data for another one, in any order and as often as wanted."""
+    on = ranks.mesh()
+    size = on.devices.size
+    options = dict(axis_name="ep", mode=ranks.mode, config=ranks.CONFIG, implementation=implementation, layout=layout)
+    send = testing.on_ranks(lambda x, idx: jax_ep.dispatch(x, idx, num_experts=3 * size, **options), on)
+
+    def back(x, handle):
+        again = jax_ep.dispatch(x, handle=handle).x
+        return again, jax_ep.combine(again * 2, handle)
+
+    back = testing.on_ranks(back, on)
+    x, idx, recvs = [], [], []
+    for seed, kind in enumerate(("masked", "zipf", "empty_ranks")):
+        x.append(testing.random_rows((size, NUM_TOKENS, HIDDEN), "float32", seed))
+        idx.append(_routing(size, kind, seed))
+        recvs.append(send(*ranks.place(on, (x[-1], idx[-1]))))
+    for n in (0, 2, 1, 0, 0):
+        other = (n + 1) % 3  # other rows along the routing
+        ranks.poison()
+        again, out = ranks.stacked(on, back(ranks.place(on, x[other]), recvs[n].handle))
+        oracle = testing.oracle_dispatch(x[other], idx[n], num_experts=3 * size, layout=layout)
+        testing.same_bits(again, oracle.x, f"rows along handle {n}")
+        testing.same_bits(out, _combined(oracle, oracle.x * 2), f"sums along handle {n}")
+
+
+def test_ids_of_any_integer_type(implementation):
+    """B21: what XLA makes of them on this platform: equal results, -1 from signed types only, and nothing wraps."""
+    on = ranks.mesh()
+    size = on.devices.size
+    x, idx = testing.code_rows(size, NUM_TOKENS, HIDDEN, "float32"), _routing(size).astype(np.int64)
+    ids = {dtype: idx.astype(dtype) for dtype in ("int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64")}
+    ids["int64"] = np.where(idx < 0, 2**32 - 1, idx)  # -1, if it wrapped
+    ids["int64"][0, 0] = -1, 2**32, -(2**32)  # the latter two 0, if they wrapped
+    send = _there_and_back(implementation, 3 * size)
+    with jax.enable_x64(True):
+        program = testing.on_ranks(lambda x, ids: {dtype: send(x, ids[dtype]) for dtype in ids}, on)
+        results = ranks.stacked(on, program(*ranks.place(on, (x, ids))))
+    for dtype, (recv, out) in results.items():
+        as_given = ids[dtype].astype(np.float64)  # uint64, too
+        meant = np.where((as_given >= 0) & (as_given < 3 * size), idx, np.where(as_given == -1, -1, 2**31 - 1))
+        oracle = testing.oracle_dispatch(x, meant, num_experts=3 * size)
+        testing.check_recv(recv, oracle)
+        testing.same_bits(out, _combined(oracle, oracle.x), dtype)
 
 
 def test_a_rank_that_compiles_longer(implementation):
@@ -215,7 +329,8 @@ def test_scan_over_checkpointed_layers_has_the_gradients_of_no_checkpoint(implem
 
 
 def test_operands_in_another_memory_order(implementation):
-    """B19: rows and ids that XLA holds transposed, strided or reversed arrive like fresh copies of them."""
+    """B19: rows and ids that XLA holds transposed, strided or reversed arrive like fresh copies of them; and so do the
+    rows that combine sums."""
     on = ranks.mesh()
     size = on.devices.size
     y = testing.code_rows(size, HIDDEN, NUM_TOKENS, "float32")  # columns are the tokens
@@ -225,17 +340,23 @@ def test_operands_in_another_memory_order(implementation):
     def fn(y, ids):
         product = jnp.matmul(jnp.eye(HIDDEN), y, precision=lax.Precision.HIGHEST).T
         wide = jnp.repeat(y.T, 2, axis=1)
-        return [send(x, ids.T) for x in (y.T, product, wide[:, ::2], y.T[::-1])]
+        results = [send(x, ids.T) for x in (y.T, product, wide[:, ::2], y.T[::-1])]
+        recv, _ = results[0]
+        turned = jnp.matmul(jnp.eye(HIDDEN), recv.x.T, precision=lax.Precision.HIGHEST).T
+        wide = jnp.repeat(recv.x, 2, axis=1)
+        return results, [jax_ep.combine(y, recv.handle) for y in (turned, wide[:, ::2])]
 
     args = ranks.place(on, (y, np.ascontiguousarray(idx.transpose(0, 2, 1))))
     program = testing.on_ranks(fn, on)
     ranks.poison()
-    results = ranks.stacked(on, program(*args))
+    results, sums = ranks.stacked(on, program(*args))
     rows = y.transpose(0, 2, 1)
+    for out in sums:
+        testing.same_bits(out, results[0][1], "combine")
     for x, (recv, out) in zip((rows, rows, rows, rows[:, ::-1]), results, strict=True):
         oracle = testing.oracle_dispatch(x, idx, num_experts=3 * size)
         testing.check_recv(recv, oracle)
-        testing.same_bits(out, testing.oracle_combine(oracle, oracle.x))
+        testing.same_bits(out, _combined(oracle, oracle.x))
 
 
 def test_two_micro_batches_in_flight(implementation):
@@ -250,7 +371,7 @@ def test_two_micro_batches_in_flight(implementation):
         routing = dict(num_ranks=size, num_tokens=num_tokens, num_topk=num_topk, num_experts=3 * size, seed=seed)
         arrays[name] = x, testing.routing("masked", **routing)
         oracle = testing.oracle_dispatch(*arrays[name], num_experts=3 * size, layout=layout)
-        expected[name] = testing.oracle_combine(oracle, oracle.x)[me]
+        expected[name] = _combined(oracle, oracle.x)[me]
 
     def fn(arrays):
         recv = {n: _there_and_back(implementation, 3 * size, sizes[n][2])(*arrays[n])[0] for n in "abc"}
