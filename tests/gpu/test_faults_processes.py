@@ -130,8 +130,9 @@ def test_a_rank_that_runs_another_program():
 
 @pytest.mark.parametrize("one, other", [((2, 4), (4, 2)), ((2, 2), (4, 4))])
 def test_a_rank_with_other_blocks_and_chunks(request, one, other):
-    """Over nodes (SMs, tokens of a chunk) go in pairs; those that a hash might take for each other."""
-    if not request.config.getoption("--ranks-per-node"):
+    """B04: over nodes (SMs, tokens of a chunk) go in pairs; those that a hash might take for each other. In latency
+    mode each SM has flags of its own."""
+    if not request.config.getoption("--ranks-per-node") and ranks.mode != "latency":
         return  # within a node nothing depends on either
     program, args, expected = _program(num_sms=one[0], node_chunk=one[1])
     _differs(_program(num_sms=other[0], node_chunk=other[1]), program, args, expected)

@@ -359,6 +359,29 @@ def test_operands_in_another_memory_order(implementation):
         testing.same_bits(out, _combined(oracle, oracle.x))
 
 
+def test_donated_rows(implementation):
+    """B19, B36: each step's rows are the memory of the next step's results; nothing waits for the host in between, and
+    every rank is late at random."""
+    on, rng = ranks.mesh(), random.Random(jax.process_index())
+    size = on.devices.size
+    send = _there_and_back(implementation, 3 * size)
+
+    def step(x, idx):
+        return send(x * 0.5, idx.at[:, 2:].set(-1))[1]  # two experts for each token: what comes back is x
+
+    step = jax.jit(testing.on_ranks(step, on, jit=False), donate_argnums=0)
+    first = testing.code_rows(size, NUM_TOKENS, HIDDEN, "float32")
+    routings = [ranks.place(on, _routing(size, "uniform", seed)) for seed in range(3)]
+    x = ranks.place(on, first)
+    for call in range(200 if implementation == "cuda" else 6):
+        ranks.random_delay(rng)
+        donated, x = x, step(x, routings[call % 3])
+        assert donated.is_deleted()
+        if call % 50 == 5:
+            testing.same_bits(ranks.local(x), first[jax.process_index()], f"call {call}")
+    testing.same_bits(ranks.local(x), first[jax.process_index()])
+
+
 def test_two_micro_batches_in_flight(implementation):
     """B36, B44: D(a) D(b) D(c) C(a) C(b) C(c), then the other way round, without data flow between them, every rank
     late at random; a and c differ in nothing but their rows and routing."""
