@@ -50,12 +50,13 @@ def stages(cache: str) -> list[Stage]:
     some = ("-k", "routings or OtherWays or recorded or vector")
     plan = [Stage("loopback", None, 300, ("test_loopback.py",), NO_XLA)]
     plan += [Stage("loopback latency", None, 200, ("test_loopback_latency.py",), NO_XLA)]
-    plan += [
-        Stage("loopback nodes", None, 300, ("test_loopback_nodes.py",), NO_XLA | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
-    ]
+    streams = NO_XLA | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # carriers have some, too
+    plan += [Stage("loopback nodes", None, 300, ("test_loopback_nodes.py",), streams)]
     plan += [Stage("loopback fuzz", None, 120, ("test_fuzz_loopback.py",), NO_XLA)]
     latency = ("--mode", "latency")
     plan += [Stage("loopback fuzz latency", None, 120, ("test_fuzz_loopback.py", *latency), NO_XLA)]
+    late = ("--ranks-per-node", "2", "--put-delay", "2e-5")
+    plan += [Stage("loopback fuzz nodes", None, 150, ("test_fuzz_loopback.py", *late), streams)]
     plan += [Stage("quantiser", None, 120, ("test_quantize_device.py",))]
     plan += [Stage("R=1", 1, 60, (exchange, programs, "-k", "routings or direct or 1000_are or recorded"))]
     plan += [Stage(f"R={r}", r, 90, (exchange, *some)) for r in (2, 3)]
@@ -83,10 +84,10 @@ def stages(cache: str) -> list[Stage]:
     plan += [Stage("R=8 programs", 8, 180, (programs, "-k", "not 10000 and not longer"), alone)]
     plan += [Stage("R=2 programs latency", 2, 160, (programs, *latency, "-k", "not 10000"), alone)]
     # Over nodes, where combine's tree is another one. Those that need a direct path or a time-out of their own are not.
-    late = (programs, "--ranks-per-node", "2", "--put-delay", "2e-5", "-k")
+    few, most = "10000 or large_batches or micro_batches or recorded", "not (10000 or longer or direct or large)"
     plan += [
-        Stage("R=4 programs nodes", 4, 150, (*late, "10000 or large_batches or micro_batches or recorded"), alone),
-        Stage("R=8 programs nodes", 8, 180, (*late, "not 10000 and not longer and not direct and not large"), alone),
+        Stage("R=4 programs nodes", 4, 150, (programs, *late, "-k", few), alone),
+        Stage("R=8 programs nodes", 8, 180, (programs, *late, "-k", most), alone),
     ]
     # In the groups of some meshes ranks are not the numbers of processes, which NVSHMEM goes by.
     some_nodes = "groups or micro_batches or older or rotating or recorded"

@@ -3,7 +3,8 @@
 The GPU twin of tests/test_fuzz.py: 17 routings through each of 12 sets of R ranks on R streams of one process. Every
 output is poisoned before every call. Bulk and vector copies and direct and staged moves take turns over the sets;
 test_loopback.py has every case on all of them, and says how such a file runs alone. Sizes that are not drawn (tokens,
-hidden, experts) go through in steps. `--mode latency` does all of it with the kernels of latency mode.
+hidden, experts) go through in steps. `--mode latency` does all of it with the kernels of latency mode, and
+`--ranks-per-node 2` with those for several nodes, over the test transport.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from jax_ep import testing
 pytestmark = loopback.pytestmark
 ROUTINGS_PER_CASE = 17
 num_slots = 0  # of latency mode, which it means unless it is 0
+ranks_per_node = put_delay_ns = 0  # several nodes, unless it is 0
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 CASES = [
@@ -42,8 +44,19 @@ CASES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _mode(request):
-    global num_slots
-    num_slots = 2 if request.config.getoption("--mode") == "latency" else 0
+    global num_slots, ranks_per_node, put_delay_ns
+    option = request.config.getoption
+    num_slots = 2 if option("--mode") == "latency" else 0
+    ranks_per_node, put_delay_ns = option("--ranks-per-node") or 0, round(option("--put-delay") * 1e9)
+
+
+def with_nodes(case: Case) -> Case:
+    """Nodes of as many ranks as asked for, or of one where that does not divide or is all; nothing is staged there."""
+    if not ranks_per_node or case.ranks == 1:
+        return case
+    is_split = case.ranks > ranks_per_node and case.ranks % ranks_per_node == 0
+    nodes, chunk = case.ranks // (ranks_per_node if is_split else 1), 3 if put_delay_ns else 0
+    return dataclasses.replace(case, nodes=nodes, staged=False, chunk=chunk, put_delay_ns=put_delay_ns)
 
 
 def sizes_of(case: Case) -> Sizes:
@@ -64,7 +77,7 @@ class Ranks:
     """The ranks of one case, repaired after a failed call, so that hypothesis can shrink what failed."""
 
     def __init__(self, case: Case):
-        self.case = dataclasses.replace(case, slots=num_slots)
+        self.case = with_nodes(dataclasses.replace(case, slots=num_slots))
         self.ranks = loopback.make(self.case)
 
     def begin(self) -> None:
@@ -95,6 +108,7 @@ def check(ranks: Ranks, topk_idx: np.ndarray, data_seed: int) -> None:
     case = ranks.case
     i, oracle = exact_inputs(sizes_of(case), topk_idx, data_seed)
     is_weighted = case.weights and case.layout != "token"
+    nodes = dict(ranks_per_node=case.ranks // case.nodes)
     ranks.begin()
 
     ranks.put(x=i.x, topk_idx=i.topk_idx, weights=i.topk_weights)
@@ -105,9 +119,10 @@ def check(ranks: Ranks, topk_idx: np.ndarray, data_seed: int) -> None:
 
     ranks.put(y=i.y, y_weights=i.weights, bias=i.bias, scalars=i.g_recv_weights)
     ranks.call("combine", ("out", "out_scalars", "partial"))
-    out = testing.oracle_combine(oracle, i.y, i.weights if is_weighted else None, i.bias if case.bias else None)
+    operands = i.weights if is_weighted else None, i.bias if case.bias else None
+    out = testing.oracle_combine(oracle, i.y, *operands, **nodes)
     ranks.same("out", out)
-    g_x, g_topk_weights = testing.oracle_dispatch_grad(oracle, i.g_recv_x, i.g_recv_weights)
+    g_x, g_topk_weights = testing.oracle_dispatch_grad(oracle, i.g_recv_x, i.g_recv_weights, **nodes)
     ranks.same("out_scalars", g_topk_weights, "gradient of topk_weights")
 
     # Backward, dispatch is a plain sum of rows that need rounding, and combine a dispatch along the handle.
