@@ -83,6 +83,8 @@ def stages(cache: str) -> list[Stage]:
     plan += [Stage("R=4 programs", 4, 200, (programs, "-k", "not longer"), alone)]
     plan += [Stage("R=8 programs", 8, 180, (programs, "-k", "not 10000 and not longer"), alone)]
     plan += [Stage("R=2 programs latency", 2, 160, (programs, *latency, "-k", "not 10000"), alone)]
+    some_programs = "groups or rotating or older or donated or recorded"
+    plan += [Stage("R=4 programs latency", 4, 120, (programs, *latency, "-k", some_programs), alone)]
     # Over nodes, where combine's tree is another one. Those that need a direct path or a time-out of their own are not.
     few, most = "10000 or large_batches or micro_batches or recorded", "not (10000 or longer or direct or large)"
     plan += [
