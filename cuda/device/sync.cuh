@@ -82,11 +82,11 @@ class Session {
 
   // Spins until ready() or until this rank aborts; `limits` deadlines long. False: leave.
   template <class Ready> __device__ bool wait(Ready ready, Phase phase, int peer, uint64_t expected, int limits = 1) {
-    const uint64_t start = now_ns();
-    uint64_t seen = 0;
+    uint64_t start = 0, seen = 0;
     for (unsigned spin = 0; !ready(&seen); ++spin) {
       if (spin % 64 != 63) continue; // the clock and the abort word are slower than the flag
       if (is_aborted()) return false;
+      if (!start) start = now_ns(); // not before: what is there at once needs no clock
       if (is_over(start, limits)) {
         fail(Failure::kPeerTimeout, phase, peer, expected, seen);
         return false;
@@ -167,9 +167,11 @@ class Session {
       for (int i = 0; i < kNumBuffers; ++i)
         a->buffer[i] = call_.buffer[i] - (peer.same_process ? 0 : call_.pool_base);
     }
-    for (int64_t i = threadIdx.x; i < int64_t(n) * num_counts; i += blockDim.x)
-      if (!call_.is_remote(int(i / num_counts)))
-        reinterpret_cast<int32_t *>(mailbox_at(int(i / num_counts), epoch_) + 1)[i % num_counts] = counts[i % num_counts];
+    for (int i = threadIdx.x; i < num_counts; i += blockDim.x) { // no division of an index into both, which takes longer
+      const int32_t count = counts[i];
+      for (int p = 0; p < n; ++p)
+        if (!call_.is_remote(p)) reinterpret_cast<int32_t *>(mailbox_at(p, epoch_) + 1)[i] = count;
+    }
     // To other nodes the same goes out of an own copy, as that of a rank whose buffers nobody there touches.
     const int64_t outbox = call_.shape.outbox() + int64_t(epoch_ & 1) * call_.shape.announce_stride();
     if (call_.shape.has_nodes()) {
@@ -270,12 +272,12 @@ class Session {
     }
     // A block that may still move rows: promise nothing. The peers then find this rank lost by themselves.
     bool is_sent = !__syncthreads_and(have_exited);
-    if (__syncthreads_and(!is_aborted())) {
+    bool ok = __syncthreads_and(!is_aborted());
+    if (ok) {
       send_finish(flag_word(epoch_, kAnnounced));
       is_sent = true;
-      wait_finish();
+      ok = __syncthreads_and(wait_finish()); // no other block is left that could fail: no second look at the abort word
     }
-    const bool ok = __syncthreads_and(!is_aborted());
     if (!ok) leave_broken(is_sent);
     if (threadIdx.x == 0) {
       if (ok) control_->epoch = epoch_;
@@ -323,16 +325,19 @@ class Session {
     return int64_t(now_ns() - start) > int64_t(call_.limit_ns) * limits;
   }
 
-  __device__ void wait_finish() {
+  __device__ bool wait_finish() { // of this thread's peers
     for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) {
       uint64_t word = 0;
       // Acquires the rows that the peer stored into this rank's buffers.
       if (!wait([&](uint64_t *seen) { return flag_epoch(word = *seen = finish_from(p).load(cuda::memory_order_acquire)) >= epoch_; },
                 Phase::kFinish, p, flag_word(epoch_, kAnnounced)))
-        return;
+        return false;
       // A later epoch: the peer completed this call and failed in the next one.
-      if (flag_epoch(word) == epoch_ && flag_state(word) == kFailed) fail_revoked(Phase::kFinish, p, flag_word(epoch_, kAnnounced), word);
+      if (flag_epoch(word) != epoch_ || flag_state(word) != kFailed) continue;
+      fail_revoked(Phase::kFinish, p, flag_word(epoch_, kAnnounced), word);
+      return false;
     }
+    return true;
   }
 
   // Leader block, nothing of ours is being moved any more: revoke, tell, wait for those who claimed.

@@ -45,7 +45,7 @@ __device__ OwnRows own_rows(const DispatchParams &p, int64_t first_row, RouteSha
       kept[l] = in_capacity(p, first_row, at + sh.total[first + l]) - begin;
     }
     const int last = first + num_local - 1;
-    if (threadIdx.x == 0) s_end = in_capacity(p, first_row, sh.start[last] + round_up(sh.total[last], p.alignment));
+    if (threadIdx.x == 0) s_end = in_capacity(p, first_row, int64_t(sh.start[last]) + padded_rows(p, sh.total[last]));
     const int slots = sh.slots[p.call.rank];
     num_slots = p.is_token_layout() ? in_capacity(p, first_row, slots) : min(slots, p.num_slots);
   } else { // a handle is reused: its sizes are already cut to the window
@@ -90,7 +90,7 @@ __device__ void write_sizes(const DispatchParams &p, int64_t first_row, SlotsFro
     for (int l = lane; l - lane < num_local; l += kWarpSize) {
       if (l >= num_local) continue;
       const int64_t at = sh.start[first + l];
-      const int32_t total = sh.total[first + l], size = int32_t(round_up(total, p.alignment));
+      const int32_t total = sh.total[first + l], size = padded_rows(p, total);
       p.group_sizes[l] = p.layout == Layout::kExpert ? in_capacity(p, first_row, at + size) - in_capacity(p, first_row, at) : 0;
       // Token layout: right unless slots are outside the window; count_pairs corrects that case at the end.
       p.counts[l] = is_token_layout ? total : own.kept[l];
@@ -113,7 +113,7 @@ __device__ void write_sizes(const DispatchParams &p, int64_t first_row, SlotsFro
     } else {
       for (int d = lane; d < num_ranks; d += kWarpSize) {
         const int last = (d + 1) * num_local - 1;
-        most = max(most, is_token_layout ? sh.slots[d] : sh.start[last] + int32_t(round_up(sh.total[last], p.alignment)));
+        most = max(most, is_token_layout ? sh.slots[d] : sh.start[last] + padded_rows(p, sh.total[last]));
       }
     }
     most = __reduce_max_sync(kFullWarp, most);

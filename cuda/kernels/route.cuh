@@ -14,10 +14,14 @@
 
 namespace jax_ep {
 
-// This block's part of tokens, or of slots.
-__device__ __forceinline__ TokenRange block_share(int64_t n) {
-  return {int(n * blockIdx.x / gridDim.x), int(n * (blockIdx.x + 1) / gridDim.x)};
+// A block's part of tokens, or of slots, of which `blocks` take one each; nothing for those beyond.
+__device__ __forceinline__ TokenRange share_of(int64_t n, unsigned block, unsigned blocks) {
+  if (block >= blocks) return {0, 0};
+  if (uint64_t(n) * blocks >> 32 == 0) // a GPU divides 32 bits in a quarter of the time of 64
+    return {int(uint32_t(n) * block / blocks), int(uint32_t(n) * (block + 1) / blocks)};
+  return {int(n * block / blocks), int(n * (block + 1) / blocks)};
 }
+__device__ __forceinline__ TokenRange block_share(int64_t n) { return share_of(n, blockIdx.x, gridDim.x); }
 
 __device__ __forceinline__ TokenRange warp_tokens(TokenRange block, int warp, int num_warps) {
   const int per = (block.end - block.begin + num_warps - 1) / num_warps;
@@ -148,6 +152,21 @@ template <class Value> __device__ __forceinline__ int32_t sum_of(int n, Value va
   return sum;
 }
 
+// The same with the sum of the first `upto` values, which are among those n.
+struct SumAndPart { int32_t all, part; };
+template <class Value> __device__ __forceinline__ SumAndPart sums_of(int n, int upto, Value value) {
+  constexpr int kUnroll = 8; // loads under way
+  SumAndPart sum{0, 0};
+  for (int i = 0; i < n; i += kUnroll) {
+    int32_t v[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) v[j] = i + j < n ? value(i + j) : 0;
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) sum.all += v[j], sum.part += i + j < upto ? v[j] : 0;
+  }
+  return sum;
+}
+
 // Leader block, after a grid barrier: this rank's totals, to be announced, and its invalid ids behind them. Written
 // over `total`/`start`'s room.
 __device__ __forceinline__ void sum_blocks(const Session &session, int columns, int32_t *sums) {
@@ -161,9 +180,20 @@ __device__ __forceinline__ int64_t window_start(const DispatchParams &p) {
   return p.window ? int64_t(max(*p.window, 0)) * p.capacity : 0;
 }
 
+// Rows of a group with its padding. Numbers of rows fit 32 bits, which divide in a quarter of the time of 64.
+__device__ __forceinline__ int32_t padded_rows(const DispatchParams &p, int32_t rows) {
+  const uint32_t unit = uint32_t(p.alignment), upto = uint32_t(rows) + unit - 1;
+  return int32_t(upto - upto % unit);
+}
+
 // First row of each expert's group on its rank, from the totals. Groups of one rank follow each other, each padded to the
-// alignment: one warp scans one rank. Batched: each begins at 0.
+// alignment: one warp scans one rank. Batched: each begins at 0. Token layout: rows are slots, and 0 stands for all.
 __device__ __forceinline__ void start_groups(const DispatchParams &p, RouteShared sh) {
+  if (p.layout != Layout::kExpert) {
+    for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) sh.start[e] = 0;
+    __syncthreads();
+    return;
+  }
   const int num_ranks = p.call.num_ranks;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
   for (int d = warp; d < num_ranks; d += num_warps) {
@@ -173,33 +203,29 @@ __device__ __forceinline__ void start_groups(const DispatchParams &p, RouteShare
     for (int l = 0; l < p.num_local_experts; l += kWarpSize) {
       const int e = d * p.num_local_experts + l + lane;
       const bool is_expert = l + lane < p.num_local_experts;
-      const int32_t padded = is_expert ? int32_t(round_up(sh.total[e], p.alignment)) : 0;
+      const int32_t padded = is_expert ? padded_rows(p, sh.total[e]) : 0;
       int32_t offset, sum;
       Scan(storage[warp]).ExclusiveSum(padded, offset, sum);
-      if (is_expert) sh.start[e] = p.layout == Layout::kBatched ? 0 : running + offset;
+      if (is_expert) sh.start[e] = running + offset;
       running += sum;
     }
   }
   __syncthreads();
 }
 
-// After agree() and a grid barrier: every block turns the announced counts into bases for its own chunk.
+// After agree() and a grid barrier: every block turns the announced counts into bases for its own chunk, within each
+// expert's group and each rank's slots.
 __device__ __forceinline__ void place_groups(const DispatchParams &p, const Session &session, RouteShared sh) {
   const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks;
   for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-    const int32_t total = sum_of(num_ranks, [&](int s) { return session.counts_of(s)[c]; });
-    if (c < p.num_experts) sh.total[c] = total;
-    else sh.slots[c - p.num_experts] = total;
+    const int32_t blocks = sum_of(blockIdx.x, [&](int b) { return session.workspace(b)[c]; });
+    const SumAndPart ranks = sums_of(num_ranks, p.call.rank, [&](int s) { return session.counts_of(s)[c]; });
+    if (c < p.num_experts) sh.total[c] = ranks.all;
+    else sh.slots[c - p.num_experts] = ranks.all;
+    for (int w = 0; w < sh.num_warps; ++w) sh.positions[w * columns + c] += blocks + ranks.part;
   }
   __syncthreads();
-  start_groups(p, sh);
-  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-    const int32_t base = (c < p.num_experts ? sh.start[c] : 0) +
-                         sum_of(p.call.rank, [&](int s) { return session.counts_of(s)[c]; }) +
-                         sum_of(blockIdx.x, [&](int b) { return session.workspace(b)[c]; });
-    for (int w = 0; w < sh.num_warps; ++w) sh.positions[w * columns + c] += base;
-  }
-  __syncthreads();
+  start_groups(p, sh); // ends with a barrier
 }
 
 // Positions inside the chunk -> final rows and slots; outside the window -1.
@@ -230,7 +256,7 @@ __device__ __forceinline__ void place_tokens(const DispatchParams &p, RouteShare
       const Places next_at = places_of(next);
       __syncwarp(); // all entries of the token have read its slot (one step ago) before the first one rewrites it
       if (e.is_valid) {
-        int slot = at.slot + base[p.num_experts + e.rank], row = at.row + base[e.expert];
+        int slot = at.slot + base[p.num_experts + e.rank], row = at.row + base[e.expert] + sh.start[e.expert];
         if (is_token_layout) row = slot = in_window(slot);
         else row = in_window(row);
         if (row >= 0 && p.layout == Layout::kBatched) row += e.expert % p.num_local_experts * p.capacity;
