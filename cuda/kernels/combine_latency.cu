@@ -25,7 +25,8 @@ constexpr int kSmallestPiece = 1024;
 
 // Dynamic shared memory, planned on the host. Sending and receiving use the stages one after the other.
 struct Plan {
-  int parts, first_slot, bars, places, room, bytes;
+  SlotPlan slots;
+  int arenas, first_slot, bars, places, room, bytes;
   GatherPlan send, receive;
 };
 
@@ -37,7 +38,8 @@ Plan make_plan(const CombineParams &p) {
   int64_t at = 0;
   auto take = [&](int64_t bytes) { const int64_t here = at; at = round_up(at + bytes, 128); return int(here); };
   const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk;
-  plan.parts = take(int64_t(num_ranks) * 8);
+  plan.slots = SlotPlan::make(p.call.shape);
+  plan.arenas = take(int64_t(num_ranks) * 8);
   plan.first_slot = take((num_ranks + 1) * 4);
   plan.bars = take(2 * kWarps * sizeof(BulkBarrier));
   plan.places = take(kBatch * 8);
@@ -66,23 +68,30 @@ struct InPlaces {
   __device__ char *operator()(int index) const { return places[index]; }
 };
 
-// The sums of this block's share of the rank's slots, with their scalars.
+// This block's share of the rank's slots. The token of the thread's first one is asked for with them, before the call is
+// entered.
+struct SlotShare {
+  int begin, end, token;
+  __device__ SlotShare(const CombineParams &p, int64_t num_slots)
+      : begin(int(num_slots * blockIdx.x / gridDim.x)), end(int(num_slots * (blockIdx.x + 1) / gridDim.x)),
+        token(begin + int(threadIdx.x) < end ? p.slot_token[begin + threadIdx.x] : 0) {}
+};
+
+// Its sums, with their scalars.
 template <DType kType, bool kBulk, bool kWire>
-__device__ __noinline__ unsigned send_sums(const CombineParams &p, const Plan &plan, const SlotShape &shape, char *shared) {
+__device__ __noinline__ unsigned send_sums(const CombineParams &p, const Plan &plan, const SlotShape &shape, char *shared,
+                                           Parts parts, SlotShare share) {
   constexpr int kUnroll = kBulk ? 1 : 2;
-  char *const *parts = reinterpret_cast<char *const *>(shared + plan.parts);
   const int32_t *first_slot = reinterpret_cast<const int32_t *>(shared + plan.first_slot);
   char **places = reinterpret_cast<char **>(shared + plan.places);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int num_topk = p.call.num_topk, num_ranks = p.call.num_ranks;
+  const int num_topk = p.call.num_topk;
   const bool is_token_layout = p.layout == Layout::kToken;
-  const int64_t num_slots = first_slot[num_ranks];
-  const int end = int(num_slots * (blockIdx.x + 1) / gridDim.x);
   unsigned parity = 0;
-  for (int batch = int(num_slots * blockIdx.x / gridDim.x); batch < end; batch += kBatch) {
-    const int count = min(kBatch, end - batch);
+  for (int batch = share.begin; batch < share.end; batch += kBatch) {
+    const int count = min(kBatch, share.end - batch);
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      const int slot = batch + i, token = p.slot_token[slot];
+      const int slot = batch + i, token = slot == share.begin + int(threadIdx.x) ? share.token : p.slot_token[slot];
       int source = 0;
       while (first_slot[source + 1] <= slot) ++source;
       places[i] = parts[source] + shape.rows() + token * shape.row_bytes;
@@ -118,7 +127,7 @@ __device__ __noinline__ unsigned send_sums(const CombineParams &p, const Plan &p
 // Lane k, if it is the first kept entry of its rank, holds that rank's sum of the token.
 struct HeldSums {
   int expert, row;
-  __device__ HeldSums() {}
+  __device__ HeldSums() : expert(-1), row(-1) {}
   __device__ HeldSums(const CombineParams &p, int64_t token, int lane) {
     const int64_t at = token * p.call.num_topk + lane;
     const bool is_entry = lane < p.call.num_topk;
@@ -136,16 +145,20 @@ struct HeldSums {
   }
 };
 
-// This rank's tokens, from what all ranks left in its slot.
+// The first piece of a token's sum that this warp receives.
+__device__ __forceinline__ unsigned first_piece() { return threadIdx.x / kWarpSize * gridDim.x + blockIdx.x; }
+
+// This rank's tokens, from what all ranks left in its slot. `first`: what the handle says of the warp's first one, which was
+// asked for before the block waited.
 template <DType kType, bool kBulk, bool kWire>
 __device__ __noinline__ void receive_sums(const CombineParams &p, const Plan &plan, const SlotShape &shape, char *shared,
-                                          const char *slot, unsigned parity) {
+                                          const char *slot, HeldSums first, unsigned parity) {
   constexpr int kUnroll = kBulk ? 1 : 2;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  auto ask = [&](int index) { return HeldSums(p, index, lane); };
+  const int lane = threadIdx.x % kWarpSize, first_token = int(first_piece() / plan.receive.num_pieces);
+  auto ask = [&](int index) { return index == first_token ? first : HeldSums(p, index, lane); };
   auto rows_of = [&](int index, const HeldSums &held) { return held.rows(p, shape, slot, index, lane); };
   auto sum_into = [&](auto store) {
-    gather_sums<kBulk>(plan.receive, {warp * gridDim.x + blockIdx.x, gridDim.x * plan.receive.num_warps}, p.num_tokens,
+    gather_sums<kBulk>(plan.receive, {first_piece(), gridDim.x * plan.receive.num_warps}, p.num_tokens,
                        shared + plan.room, reinterpret_cast<BulkBarrier *>(shared + plan.bars), parity, ask, rows_of, store);
   };
   if constexpr (kWire) sum_into(StoreOutOfWire<kType>{p.out, p.bias, p.y_bytes, 0});
@@ -166,33 +179,36 @@ __global__ void __launch_bounds__(kThreads, 1)
                            const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) char shared[];
   const SlotShape shape = slot_shape(p);
-  SlotCall call(p.call, latency, shape, p.call.tag);
+  // Asked for together, before any of it is used: each takes a trip to memory.
+  const int32_t num_slots = p.recv_offsets[p.call.num_ranks];
+  SlotCall call(p.call, latency, plan.slots, shape, p.call.tag, reinterpret_cast<char **>(shared + plan.arenas));
   if (call.is_broken()) { // a call before this one failed
-    poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
+    SlotCall::poison_results(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
     return;
   }
-  char **parts = reinterpret_cast<char **>(shared + plan.parts);
+  const SlotShare share(p, num_slots); // none of a handle that failed, whose number is negative
   int32_t *first_slot = reinterpret_cast<int32_t *>(shared + plan.first_slot);
-  for (int r = threadIdx.x; r < p.call.num_ranks; r += kThreads) parts[r] = call.part_at(r);
   for (int r = threadIdx.x; r <= p.call.num_ranks; r += kThreads) first_slot[r] = p.recv_offsets[r];
   if (kBulk && threadIdx.x < 2 * kWarps) bulk_init(reinterpret_cast<BulkBarrier *>(shared + plan.bars) + threadIdx.x);
   bulk_fence(); // y was written through the generic proxy, by an earlier kernel
   unsigned parity = 0;
   // 1 enter
-  bool ok = call.enter(latency, p.recv_offsets); // and a barrier
+  bool ok = call.enter(latency, num_slots); // and a barrier
   if (ok && latency.sends) { // 2 send
-    parity = send_sums<kType, kBulk, kWire>(p, plan, shape, shared); // ends with a barrier behind all stores
+    parity = send_sums<kType, kBulk, kWire>(p, plan, shape, shared, call.parts(), share); // ends with a barrier behind all stores
     call.publish_sent();
   }
   call.write_ticket(latency);
   if (ok && latency.receives) { // 3 receive
+    HeldSums first;
+    const int token = int(first_piece() / plan.receive.num_pieces);
+    if (token < p.num_tokens) first = HeldSums(p, token, threadIdx.x % kWarpSize);
     bulk_fence(); // stages were read and written through the generic proxy
-    if (call.wait_sent()) { // and a barrier
-      bulk_fence(); // sums came through the generic proxy
-      receive_sums<kType, kBulk, kWire>(p, plan, shape, shared, call.slot(), parity);
-    }
+    ok = call.wait_sent(); // and a barrier
+    bulk_fence();          // sums came through the generic proxy
+    if (ok) receive_sums<kType, kBulk, kWire>(p, plan, shape, shared, call.slot(), first, parity);
   }
-  call.end(latency, p.outputs); // 4
+  call.end(latency, p.outputs, ok); // 4
 }
 
 struct Named {

@@ -7,10 +7,13 @@
 //   1 enter    a start's slot is free
 //   2 route    router: counts the rank's tokens, tells every rank its arrivals, then a flag (slot_route.cuh)
 //   3 send     the others: rows to the slots of the ranks that they reach (slot_rows.cuh), then a flag of each block
-//   4 place    wait for everybody's arrivals; every block works out its share of the order by itself
-//   5 receive  wait for the rows; a warp loads a row once and stores it to every place in the result; zeros elsewhere
+//   4 place    wait for everybody's arrivals; every block works out its share of the order by itself; zeros where no row comes
+//   5 receive  wait for the rows; a warp loads a row once and stores it to every place in the result. No work for the router,
+//              which finishes the handle meanwhile, unless it is the only block
 //   6 end      the last block gives the slot back
 // 2-3: start; 4-5: done; a fused call does both. Idea of fixed slots and a flag with the data: DeepEP's low-latency kernels.
+#include <cmath>
+
 #include "cuda/kernels/bulk.h"
 #include "cuda/kernels/slot_route.cuh"
 #include "cuda/kernels/slot_rows.cuh"
@@ -20,14 +23,15 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kMoveWarps = kWarps - 1; // the last one sends weights, later zeros
-constexpr int kMaxStage = 4 * 1024;    // bytes of a row that a warp loads at a time
+constexpr int kMaxStage = 4 * 1024; // bytes of a row that a warp loads at a time
 constexpr int kSmallestPiece = 1024;
+constexpr int kPieceCost = 1024; // what a piece takes beside its bytes, in bytes
 constexpr int kZeroPage = 1024;
 
 // Dynamic shared memory, planned on the host. Sending, routing and receiving use the room one after the other.
 struct Plan {
-  int parts, first_slot, invalid, bars, start, kept, zeros, room, bytes;
+  SlotPlan slots;
+  int arenas, first_slot, invalid, bars, start, kept, zeros, room, bytes;
   SlotRoutePlan route;
   int send_pieces, receive_pieces;
   MovePlan send, receive;
@@ -37,16 +41,22 @@ JAX_EP_HD SlotShape slot_shape(const DispatchParams &p) {
   return {p.call.row_bytes, p.call.side_bytes, p.num_tokens, p.call.num_topk, p.num_experts + p.call.num_ranks};
 }
 
-// Equal pieces of a row, at most `wanted` of them.
-int pieces_of(int64_t row_bytes, int64_t unit, int64_t wanted) {
+// Equal pieces of a row: as many as let `warps` warps, each with a whole number of them, be done with `rows` rows first.
+int pieces_of(int64_t row_bytes, int64_t unit, int64_t rows, int64_t warps) {
   const int64_t units = row_bytes / unit, most = row_bytes / kSmallestPiece;
-  int64_t pieces = wanted < most ? wanted : most;
-  for (; pieces > 1; --pieces)
-    if (units % pieces == 0) return int(pieces);
-  return 1;
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t pieces = 1; pieces == 1 || pieces <= most; ++pieces) {
+    const int64_t cost = (rows * pieces + warps - 1) / warps * (row_bytes / pieces + kPieceCost);
+    if (units % pieces == 0 && cost < least) best = pieces, least = cost;
+  }
+  return int(best);
 }
 
-MovePlan move_plan(const DispatchParams &p, int64_t piece_bytes, bool quantises, int64_t side_bytes, int64_t room) {
+// With routing the last block of several does nothing else: it would come late to its rows, and everybody waits for it.
+JAX_EP_HD int mover_blocks(bool is_route, int num_blocks) { return is_route && num_blocks > 1 ? num_blocks - 1 : num_blocks; }
+
+MovePlan move_plan(const DispatchParams &p, int64_t piece_bytes, bool quantises, int64_t side_bytes, int most_warps,
+                   int64_t room) {
   MovePlan move{};
   if (quantises || p.use_bulk) {
     const int64_t most = quantises && !p.use_bulk ? kMaxStage / 2 : kMaxStage;
@@ -55,7 +65,7 @@ MovePlan move_plan(const DispatchParams &p, int64_t piece_bytes, bool quantises,
     if (quantises) move.quant_bytes = int(move.stage_bytes / dtype_bytes(p.dtype)), move.scale_bytes = int(side_bytes);
   }
   const int warp_bytes = move.warp_bytes(p.use_bulk);
-  move.num_warps = warp_bytes && room / warp_bytes < kMoveWarps ? int(room / warp_bytes) : kMoveWarps;
+  move.num_warps = warp_bytes && room / warp_bytes < most_warps ? int(room / warp_bytes) : most_warps;
   return move;
 }
 
@@ -64,7 +74,8 @@ Plan make_plan(const DispatchParams &p, bool is_route) {
   int64_t at = 0;
   auto take = [&](int64_t bytes) { const int64_t here = at; at = round_up(at + bytes, 128); return int(here); };
   const int64_t num_ranks = p.call.num_ranks;
-  plan.parts = take(num_ranks * 8);
+  plan.slots = SlotPlan::make(p.call.shape);
+  plan.arenas = take(num_ranks * 8);
   plan.first_slot = take((num_ranks + 1) * 4);
   plan.invalid = take(4);
   plan.bars = take(2 * kWarps * sizeof(BulkBarrier));
@@ -74,12 +85,15 @@ Plan make_plan(const DispatchParams &p, bool is_route) {
   plan.room = int(at);
   const int64_t shared = p.use_bulk ? kBulkSharedBytes : kVectorSharedBytes, room = shared - at;
   const bool quantises = p.quantize != Quantize::kNone;
-  // Enough pieces for every warp of the grid to get one, of what a rank sends or, if all is even, receives.
-  const int64_t warps = int64_t(kMoveWarps) * p.num_blocks, wanted = (warps + p.num_tokens) / (p.num_tokens + 1);
-  plan.send_pieces = pieces_of(p.x_bytes, quantises ? 128 * dtype_bytes(p.dtype) : 16, wanted);
-  plan.receive_pieces = pieces_of(p.call.row_bytes, 16, wanted);
-  plan.send = move_plan(p, p.x_bytes / plan.send_pieces, quantises, p.call.side_bytes / plan.send_pieces, room);
-  plan.receive = move_plan(p, p.call.row_bytes / plan.receive_pieces, false, 0, room);
+  const int movers = mover_blocks(is_route, p.num_blocks);
+  const int senders = p.weights ? kWarps - 1 : kWarps; // the last one sends weights
+  // What a block receives if all is even.
+  const double reached = num_ranks * (1 - std::pow(1 - 1.0 / num_ranks, p.call.num_topk));
+  const int64_t received = int64_t(std::ceil(p.num_tokens * reached / movers));
+  plan.send_pieces = pieces_of(p.x_bytes, quantises ? 128 * dtype_bytes(p.dtype) : 16, p.num_tokens, int64_t(senders) * movers);
+  plan.receive_pieces = pieces_of(p.call.row_bytes, 16, received, kWarps);
+  plan.send = move_plan(p, p.x_bytes / plan.send_pieces, quantises, p.call.side_bytes / plan.send_pieces, senders, room);
+  plan.receive = move_plan(p, p.call.row_bytes / plan.receive_pieces, false, 0, kWarps, room);
   int64_t used = 0;
   for (const MovePlan &move : {plan.send, plan.receive}) {
     const int64_t bytes = int64_t(move.num_warps) * move.warp_bytes(p.use_bulk);
@@ -109,20 +123,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_ranks = p.call.num_ranks;
   const SlotShape shape = slot_shape(p);
-  const int32_t window = kRoute && p.window ? *p.window : -1;
-  const int64_t first_row = window_start(p); // read once: waiting for flags empties the cache
-  SlotCall call(p.call, latency, shape, tag_with(p.call.tag, window));
+  const int movers = mover_blocks(kRoute, gridDim.x);
+  // Asked for together, before any of it is used: each takes a trip to memory, and waiting for flags empties the cache.
+  SlotRows<kQuantize> to_send(p, shape, plan.send_pieces, plan.send.num_warps, movers);
+  const int32_t window = kRoute && p.window ? *p.window : -1, handle_slots = kRoute ? 0 : p.recv_offsets[num_ranks];
+  const int64_t first_row = window_start(p);
+  SlotCall call(p.call, latency, plan.slots, shape, tag_with(p.call.tag, window), reinterpret_cast<char **>(shared + plan.arenas));
   if (call.is_broken()) { // a call before this one failed
-    poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
+    SlotCall::poison_results(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
     return;
   }
-  char **parts = reinterpret_cast<char **>(shared + plan.parts);
+  to_send.parts = call.parts();
   int32_t *first_slot = reinterpret_cast<int32_t *>(shared + plan.first_slot);
   BulkBarrier *bars = reinterpret_cast<BulkBarrier *>(shared + plan.bars);
   char *room = shared + plan.room;
   const SlotRoute route(p, room, first_slot, reinterpret_cast<int32_t *>(shared + plan.invalid), first_row);
   const bool is_router = kRoute && blockIdx.x == gridDim.x - 1;
-  for (int r = threadIdx.x; r < num_ranks; r += kThreads) parts[r] = call.part_at(r);
   if constexpr (kBulk) {
     if (threadIdx.x < 2 * kWarps) bulk_init(bars + threadIdx.x);
     for (int i = threadIdx.x; i < kZeroPage / 4; i += kThreads) reinterpret_cast<int *>(shared + plan.zeros)[i] = 0;
@@ -133,20 +149,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool has_cut_slots = false;
 
   // 1 enter
-  bool ok = call.enter(latency, kRoute ? nullptr : p.recv_offsets); // and a barrier
+  bool ok = call.enter(latency, handle_slots); // and a barrier
   if (ok && is_router) { // 2 route
-    count_own(p, plan.route, shape, room, latency.sends ? parts : nullptr, route.invalid); // ends with a barrier
+    count_own(p, plan.route, shape, room, call.parts(), latency.sends, route.invalid); // ends with a barrier
     if (latency.sends) call.publish_routed();
+    bulk_fence(); // the room was used through the generic proxy, and a router that is alone sends, too
+    __syncthreads();
   }
   if (ok && latency.sends) { // 3 send
-    if (warp == kWarps - 1) send_weights(p, parts, shape, lane);
-    const int senders = kRoute && gridDim.x > 1 ? gridDim.x - 1 : gridDim.x;
-    bulk_fence(); // the router's room was used through the generic proxy
-    __syncthreads();
-    if (int(blockIdx.x) < senders) {
-      const SlotRows<kQuantize> rows(p, parts, shape, plan.send_pieces, plan.send.num_warps, senders);
-      parity = move_rows<kBulk>(p, plan.send, room, bars, parity, rows);
-    }
+    if (warp == kWarps - 1) send_weights(p, call.parts(), shape, movers, lane);
+    if (int(blockIdx.x) < movers) parity = move_rows<kBulk>(p, plan.send, room, bars, parity, to_send);
     __syncthreads(); // behind all stores
     call.publish_sent();
   }
@@ -161,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         sum_counts(p, shape, call.slot(), route);
         own = own_rows<true>(p, first_row, route.shared(), start, kept);
         has_cut_slots = p.is_token_layout() && route.slots[p.call.rank] != own.num_slots;
-        slots = place_arrivals(p, shape, call.slot(), route);
+        slots = place_arrivals(p, shape, call.slot(), route, movers);
         if (is_router) {
           write_sizes(p, first_row, [&](int s) { return first_slot[s + 1] - first_slot[s]; }, route.shared(), own);
           finish_own(p, route);
@@ -175,19 +187,19 @@ __global__ void __launch_bounds__(kThreads, 1)
       own = own_rows<false>(p, first_row, route.shared(), start, kept); // ends with a barrier
       slots = block_share(own.num_slots);
     }
-    bulk_fence(); // the room was read and written through the generic proxy
-    // 5 receive
-    ok = ok && call.wait_sent(); // and a barrier
     if (ok) {
-      bulk_fence(); // sides and, without bulk copies, rows came through the generic proxy
       const SlotRowsReceived<kQuantize> rows(p, call.slot(), shape, first_slot, slots, plan.receive_pieces,
                                              plan.receive.num_warps);
-      move_rows<kBulk>(p, plan.receive, room, bars, parity, rows);
-      zero_rest<kRoute, kBulk>(p, kBulk ? kMoveWarps : 0, shared + plan.zeros, kZeroPage, own);
+      zero_rest<kRoute, kBulk>(p, 0, shared + plan.zeros, kZeroPage, own); // nobody's rows are needed for it
+      bulk_fence(); // the room was read and written through the generic proxy
+      // 5 receive
+      ok = call.wait_sent(); // and a barrier
+      bulk_fence();          // sides and, without bulk copies, rows came through the generic proxy
+      if (ok) move_rows<kBulk>(p, plan.receive, room, bars, parity, rows);
     }
   }
   // 6 end
-  if (call.end(latency, p.outputs) && has_cut_slots) count_pairs(p, own);
+  if (call.end(latency, p.outputs, ok) && has_cut_slots) count_pairs(p, own);
 }
 
 using Kernel = void (*)(DispatchParams, LatencyCall, Plan);

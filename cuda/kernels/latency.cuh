@@ -12,42 +12,58 @@
 
 namespace jax_ep {
 
+// Where the slots of an arena lie, worked out on the host: it takes a division.
+struct SlotPlan {
+  int64_t first, bytes;
+  static SlotPlan make(const ArenaShape &shape) { return {shape.slot(0), shape.slot_bytes()}; }
+};
+
+// This rank's part of everybody's slot.
+struct Parts {
+  char *const *arenas; // shared memory
+  int64_t at;
+  __device__ char *operator[](int peer) const { return arenas[peer] + at; }
+};
+
 class SlotCall {
  public:
-  // `tag`: what all ranks must pass alike.
-  __device__ SlotCall(const CallParams &call, const LatencyCall &latency, const SlotShape &shape, uint64_t tag)
-      : call_(call), session_(latency.ticket ? Session(call, ticket_epoch(latency.ticket)) : Session(call)), shape_(shape),
-        expected_(sent_word(session_.epoch(), tag ^ tag >> 20 ^ tag >> 40)), slot_(call.shape.slot_of(session_.epoch())),
-        is_done_(latency.ticket != nullptr) {}
+  // `arenas`: shared memory, [R], filled with the peers' addresses before the call's number is looked at, so that both are on
+  // their way together; read behind the barrier of enter(). `tag`: what all ranks must pass alike.
+  __device__ SlotCall(const CallParams &call, const LatencyCall &latency, const SlotPlan &slots, const SlotShape &shape,
+                      uint64_t tag, char **arenas)
+      : call_(call), arenas_(arenas), session_(latency.ticket ? Session(call, ticket_epoch(latency.ticket)) : Session(call)),
+        is_done_(latency.ticket != nullptr), is_alone_(latency.sends && latency.receives && call.shape.num_slots == kFusedSlots) {
+    for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) arenas[p] = call.peers[p].arena;
+    expected_ = sent_word(session_.epoch(), tag ^ tag >> 20 ^ tag >> 40);
+    slot_ = call.shape.slot_of(session_.epoch());
+    slot_at_ = slots.first + slot_ * slots.bytes, part_at_ = slot_at_ + call.rank * shape.bytes();
+  }
 
   __device__ bool is_broken() const { return session_.is_broken(); }
   __device__ uint64_t epoch() const { return session_.epoch(); }
 
-  // This rank's part of `peer`'s slot, and its own slot with the parts of all sources.
-  __device__ char *part_at(int peer) const {
-    return call_.peers[peer].arena + call_.shape.slot(slot_) + call_.rank * shape_.bytes();
-  }
-  __device__ const char *slot() const { return call_.arena + call_.shape.slot(slot_); }
+  // This rank's part of a peer's slot, in each peer's arena; and its own slot with the parts of all sources.
+  __device__ Parts parts() const { return {arenas_, part_at_}; }
+  __device__ const char *slot() const { return call_.arena + slot_at_; }
 
   // All threads of the block, once: whether the call may begin. A start needs its slot: every receiver has read what the call
   // num_slots before this one left there. A fused call alternates two slots of an arena of its own and knows it: whoever
   // sent its part of the call before had received the one before that. A done needs a start that took place.
-  // `recv_offsets`: of the handle that is used, null when the call makes one.
-  __device__ bool enter(const LatencyCall &latency, const int32_t *recv_offsets) {
-    bool ok = !latency.sends || !recv_offsets || threadIdx.x != 0 || session_.has_handle(recv_offsets);
-    if (latency.ticket && session_.epoch() > session_.control().epoch) {
-      session_.fail(Failure::kMismatch, Phase::kAnnounce, call_.rank, session_.control().epoch, session_.epoch());
-      ok = false;
-    }
-    if (latency.sends && !(latency.receives && call_.shape.num_slots == kFusedSlots)) {
+  // `num_slots`: of the handle that is used (of one that failed: -1, as in Session::has_handle), 0 when the call makes one.
+  __device__ bool enter(const LatencyCall &latency, int32_t num_slots) {
+    bool ok = true;
+    if (num_slots < 0)
+      ok = fail(call_, epoch(), Failure::kPeerFailed, Phase::kAnnounce, call_.rank, 0, uint32_t(num_slots));
+    if (latency.ticket && epoch() > session_.control().epoch)
+      ok = fail(call_, epoch(), Failure::kMismatch, Phase::kAnnounce, call_.rank, session_.control().epoch, epoch());
+    if (latency.sends && !is_alone_) {
       const uint64_t before = epoch() > uint64_t(call_.shape.num_slots) ? epoch() - call_.shape.num_slots : 0;
       for (int p = threadIdx.x; p < call_.num_ranks && ok; p += blockDim.x) {
         uint64_t &credit = credit_at(call_.arena, p);
         if (p == call_.rank && credit < before) { // its done comes later in this very stream: nothing to wait for
-          session_.fail(Failure::kPeerTimeout, Phase::kClaim, p, before, credit);
-          ok = false;
+          ok = fail(call_, epoch(), Failure::kPeerTimeout, Phase::kClaim, p, before, credit);
         } else {
-          ok = wait_for(credit, Phase::kClaim, p, before) != kNever;
+          ok = wait_for(call_, epoch(), credit, Phase::kClaim, p, before) != kNever;
         }
       }
     }
@@ -64,11 +80,11 @@ class SlotCall {
   // what that barrier ordered before it.
   __device__ void publish_routed() const { // one block of a rank alone
     for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x)
-      SystemWord<uint64_t>(routed_at(call_.peers[p].arena, call_.rank)).store(expected_, cuda::memory_order_release);
+      SystemWord<uint64_t>(routed_at(arenas_[p], call_.rank)).store(expected_, cuda::memory_order_release);
   }
   __device__ void publish_sent() const { // every block
     for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x)
-      SystemWord<uint64_t>(sent_at(call_.peers[p].arena, call_.rank, blockIdx.x)).store(expected_, cuda::memory_order_release);
+      SystemWord<uint64_t>(sent_at(arenas_[p], call_.rank, blockIdx.x)).store(expected_, cuda::memory_order_release);
   }
 
   // Until every source has published its table, or every block of every source its rows; acquires them for this block.
@@ -85,36 +101,60 @@ class SlotCall {
     return __syncthreads_and(ok);
   }
 
-  // The block touches nothing shared any more. True in the block that ends the call: all others have, and it alone goes on.
-  __device__ bool end(const LatencyCall &latency, const Outputs &outputs) {
-    __shared__ bool s_is_last, s_is_complete;
+  // The block touches nothing shared any more; `ok`: no wait of it failed. True in the block that ends a complete call: all
+  // others have, and it alone goes on.
+  __device__ bool end(const LatencyCall &latency, const Outputs &outputs, bool ok) {
+    constexpr uint32_t kFailedBlock = 1u << 16; // counted beside the blocks, which saves a look at the abort word
+    static_assert(kMaxBlocks < kFailedBlock);
+    __shared__ uint32_t s_exited;
     __syncthreads();
     Control &control = session_.control();
     if (threadIdx.x == 0) {
       // Releases this block's reads and results to the last one, which acquires those of all.
-      s_is_last = DeviceWord<uint32_t>(control.exited).fetch_add(1, cuda::memory_order_acq_rel) == gridDim.x - 1;
-      s_is_complete = s_is_last && !session_.is_aborted();
+      const uint32_t one = ok ? 1 : 1 + kFailedBlock;
+      s_exited = DeviceWord<uint32_t>(control.exited).fetch_add(one, cuda::memory_order_acq_rel) + one;
     }
     __syncthreads();
-    if (!s_is_last) return false;
-    const bool is_complete = s_is_complete;
+    if (s_exited % kFailedBlock != gridDim.x) return false;
+    const bool is_complete = s_exited < kFailedBlock;
     if (threadIdx.x == 0) control.exited = 0; // for the next kernel of the stream
     if (is_complete) {
       if (threadIdx.x == 0 && latency.sends) control.epoch = epoch();
-      if (latency.receives)
-        for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) // publishes that this rank has read the slot
-          SystemWord<uint64_t>(credit_at(call_.peers[p].arena, call_.rank)).store(epoch(), cuda::memory_order_release);
+      if (latency.receives) {
+        for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) { // publishes that this rank has read the slot
+          SystemWord<uint64_t> credit(credit_at(arenas_[p], call_.rank));
+          if (is_alone_) credit.store(epoch(), cuda::memory_order_relaxed); // nobody waits for it
+          else credit.store(epoch(), cuda::memory_order_release);
+        }
+      }
     } else {
-      // Peers still store into this rank's slots, which are its own memory; what they wait for will never come.
-      session_.send_finish(flag_word(epoch(), kFailed, uint64_t(call_.failure->culprit) & (kMaxRanks - 1),
-                                     call_.failure->code == uint32_t(Failure::kMismatch)));
-      if (threadIdx.x == 0) control.broken = 1;
-      poison(outputs, threadIdx.x, blockDim.x);
+      give_up(call_, epoch(), outputs);
     }
     return is_complete;
   }
 
+  // Of a call that failed, or begins after one that did.
+  __device__ __noinline__ static void poison_results(const Outputs &outputs, int64_t first, int64_t count) {
+    poison(outputs, first, count);
+  }
+
  private:
+  // What seldom runs, and what waits, in functions of their own and once per kernel: the rest is then short enough to come
+  // quickly out of memory, which counts where every instruction runs once.
+  __device__ __noinline__ static bool fail(const CallParams &call, uint64_t epoch, Failure code, Phase phase, int peer,
+                                           uint64_t expected, uint64_t seen) {
+    Session(call, epoch).fail(code, phase, peer, expected, seen);
+    return false;
+  }
+  __device__ __noinline__ static void give_up(const CallParams &call, uint64_t epoch, const Outputs &outputs) {
+    Session session(call, epoch);
+    // Peers still store into this rank's slots, which are its own memory; what they wait for will never come.
+    session.send_finish(flag_word(epoch, kFailed, uint64_t(call.failure->culprit) & (kMaxRanks - 1),
+                                  call.failure->code == uint32_t(Failure::kMismatch)));
+    if (threadIdx.x == 0) session.control().broken = 1;
+    poison_results(outputs, threadIdx.x, blockDim.x);
+  }
+
   __device__ static uint64_t ticket_epoch(const int32_t *ticket) {
     return uint64_t(uint32_t(ticket[0])) | uint64_t(uint32_t(ticket[1])) << 32;
   }
@@ -136,20 +176,21 @@ class SlotCall {
     if (!is_done_ || threadIdx.x != blockDim.x - 1) return true;
     const uint64_t received = credit_at(call_.arena, call_.rank);
     if (received < epoch()) return true;
-    session_.fail(Failure::kMismatch, Phase::kAnnounce, call_.rank, epoch(), received);
-    return false;
+    return fail(call_, epoch(), Failure::kMismatch, Phase::kAnnounce, call_.rank, epoch(), received);
   }
 
   // Until the word is at least `least`: what it then is. kNever: this rank fails, because of a time-out or because `peer` left.
-  __device__ uint64_t wait_for(uint64_t &word, Phase phase, int peer, uint64_t least) {
+  __device__ __noinline__ static uint64_t wait_for(const CallParams &call, uint64_t epoch, uint64_t &word, Phase phase, int peer,
+                                                   uint64_t least) {
+    Session session(call, epoch);
     SystemWord<uint64_t> flag(word);
     uint64_t value = 0, left = 0;
     unsigned polls = 0;
-    if (!session_.wait(
+    if (!session.wait(
             [&](uint64_t *seen) {
               if ((value = *seen = flag.load(cuda::memory_order_acquire)) >= least) return true;
               if (++polls % 64) return false; // a second word, looked at less often
-              left = session_.finish_from(peer).load(cuda::memory_order_acquire);
+              left = session.finish_from(peer).load(cuda::memory_order_acquire);
               if (flag_state(left) != kFailed) return false;
               value = flag.load(cuda::memory_order_acquire); // complete after all, before its source left?
               return true;
@@ -157,25 +198,25 @@ class SlotCall {
             phase, peer, least))
       return kNever;
     if (value >= least) return value;
-    session_.fail_revoked(phase, peer, least, left);
+    session.fail_revoked(phase, peer, least, left);
     return kNever;
   }
 
   // Until `peer` has published this word of the call; acquires what it stored into this rank's slot before.
   __device__ bool is_here(uint64_t &word, int peer) {
-    const uint64_t seen = wait_for(word, Phase::kRound, peer, sent_word(session_.epoch(), 0));
+    const uint64_t seen = wait_for(call_, epoch(), word, Phase::kRound, peer, sent_word(epoch(), 0));
     if (seen == expected_) return true;
     // Of this call with another tag: another program. Of a later one: this one was received before.
-    if (seen != kNever) session_.fail(Failure::kMismatch, Phase::kAnnounce, peer, expected_, seen);
-    return false;
+    return seen != kNever && fail(call_, epoch(), Failure::kMismatch, Phase::kAnnounce, peer, expected_, seen);
   }
 
   const CallParams &call_;
+  char *const *arenas_;
   Session session_;
-  SlotShape shape_;
   uint64_t expected_;
+  int64_t slot_at_, part_at_; // in an arena: the slot, and this rank's part of it
   int slot_;
-  bool is_done_;
+  bool is_done_, is_alone_; // alone: a fused call in an arena where no other kind is
 };
 
 } // namespace jax_ep

@@ -140,24 +140,31 @@ __device__ void zero_rest(const DispatchParams &p, int first_warp, const char *z
   const int64_t id = int64_t(blockIdx.x) * warps + warp, step = int64_t(gridDim.x) * warps;
   const int64_t thread = id * kWarpSize + lane, threads = step * kWarpSize;
   const int64_t row_bytes = p.call.row_bytes, side_bytes = p.call.side_bytes, num_rows = p.num_rows();
+  // Loops are not unrolled: most have no step or one, and the code would come from far for nothing.
   auto zero_row = [&](int64_t row) {
     char *dst = p.recv_x + row * row_bytes;
     if constexpr (kBulk) {
+#pragma unroll 1
       for (int64_t at = int64_t(lane) * zeros_bytes; at < row_bytes; at += int64_t(kWarpSize) * zeros_bytes)
         bulk_store(dst + at, zeros, unsigned(min(row_bytes - at, int64_t(zeros_bytes))));
     } else {
       warp_zero(dst, row_bytes, lane);
     }
     if (p.recv_side)
+#pragma unroll 1
       for (int64_t i = lane; i < side_bytes; i += kWarpSize) p.recv_side[row * side_bytes + i] = 0;
   };
   const bool is_batched = p.layout == Layout::kBatched;
   if (is_batched && p.recv_weights) { // all experts at once: each has only a few
-    for (int64_t row = thread; row < num_rows; row += threads)
-      if (row % p.capacity >= own.kept[row / p.capacity]) p.recv_weights[row] = 0.f;
+#pragma unroll 1
+    for (int64_t row = thread; row < num_rows; row += threads) { // numbers of rows fit 32 bits
+      const uint32_t l = uint32_t(row) / uint32_t(p.capacity);
+      if (uint32_t(row) - l * uint32_t(p.capacity) >= uint32_t(own.kept[l])) p.recv_weights[row] = 0.f;
+    }
   }
   if (!p.is_token_layout() && (!is_batched || p.zero_tail)) {
     // Padding behind each group (batched: the tail of each expert), 32 groups looked at together: most have none.
+#pragma unroll 1
     for (int base = 0; base < p.num_local_experts; base += kWarpSize) {
       const int l = base + lane;
       int begin = 0, end = 0;
@@ -167,26 +174,32 @@ __device__ void zero_rest(const DispatchParams &p, int first_warp, const char *z
       }
       for (unsigned left = __ballot_sync(kFullWarp, begin < end); left; left &= left - 1) {
         const int64_t from = __shfl_sync(kFullWarp, begin, __ffs(left) - 1), to = __shfl_sync(kFullWarp, end, __ffs(left) - 1);
+#pragma unroll 1
         for (int64_t row = from + id; row < to; row += step) zero_row(row);
         if (p.recv_weights && !is_batched)
+#pragma unroll 1
           for (int64_t row = from + thread; row < to; row += threads) p.recv_weights[row] = 0.f;
       }
     }
   }
   const int64_t tail = is_batched ? num_rows : own.end;
   if (p.zero_tail)
+#pragma unroll 1
     for (int64_t row = tail + id; row < num_rows; row += step) zero_row(row);
   if constexpr (kBulk) {
     bulk_commit();
     bulk_wait_stored();
   }
   if (p.recv_weights)
+#pragma unroll 1
     for (int64_t i = tail * p.scalars_per_row() + thread; i < num_rows * p.scalars_per_row(); i += threads)
       p.recv_weights[i] = 0.f;
   if constexpr (kRoute) {
     const int num_topk = p.call.num_topk;
+#pragma unroll 1
     for (int64_t i = int64_t(own.num_slots) * num_topk + thread; i < int64_t(p.num_slots) * num_topk; i += threads)
       p.slot_meta[i] = -1;
+#pragma unroll 1
     for (int64_t i = own.num_slots + thread; i < p.num_slots; i += threads) p.slot_token[i] = -1;
   }
 }

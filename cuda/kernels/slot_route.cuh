@@ -58,10 +58,9 @@ template <class Visit> __device__ __forceinline__ void for_items(int n, int num_
     visit(item, lane % num_topk);
 }
 
-// Router block. Counts this rank's tokens. `parts`: tells every rank its arrivals and the counts (null: a done, whose start
-// did). With results, leaves places within this rank's tokens in dst_row and slot; finish_own makes them final.
+// Router block. Counts this rank's tokens. `tells`: every rank its arrivals and the counts (not: a done, whose start did). With results, leaves places within this rank's tokens in dst_row and slot; finish_own makes them final.
 __device__ __noinline__ void count_own(const DispatchParams &p, const SlotRoutePlan &plan, const SlotShape &shape, char *room,
-                                       char *const *parts, int32_t *invalid) {
+                                       Parts parts, bool tells, int32_t *invalid) {
   const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk, columns = p.num_experts + num_ranks;
   constexpr int kUnroll = 4;
   const int words = plan.segment / 32;
@@ -129,7 +128,7 @@ __device__ __noinline__ void count_own(const DispatchParams &p, const SlotRouteP
       }
       if (is_there && p.dst_row) p.dst_row[int64_t(first) * num_topk + i] = place;
       if (k == 0 && p.slot) p.slot[int64_t(first + token) * num_ranks + rank] = arrival;
-      if (!parts) return;
+      if (!tells) return;
       const int64_t at = int64_t(arrival) * num_topk + k;
       at_offset<int32_t>(parts[rank], shape.experts())[at] = is_there ? id - rank * p.num_local_experts : -1;
       at_offset<int32_t>(parts[rank], shape.places())[at] = place;
@@ -145,7 +144,7 @@ __device__ __noinline__ void count_own(const DispatchParams &p, const SlotRouteP
     __syncthreads();
   }
   __syncthreads();
-  if (parts)
+  if (tells)
     for (int i = threadIdx.x; i < columns * num_ranks; i += blockDim.x)
       at_offset<int32_t>(parts[i / columns], shape.counts())[i % columns] = count[i % columns];
   __syncthreads(); // behind all stores of the table; the room is free
@@ -156,6 +155,7 @@ __device__ __forceinline__ void sum_counts(const DispatchParams &p, const SlotSh
                                            const SlotRoute &route) {
   constexpr int kUnroll = 8; // loads under way
   const int num_ranks = p.call.num_ranks, columns = p.num_experts + num_ranks, first = p.call.rank * p.num_local_experts;
+#pragma unroll 1
   for (int c = threadIdx.x; c < columns; c += blockDim.x) {
     const bool is_expert = c < p.num_experts, is_here = is_expert && c >= first && c < first + p.num_local_experts;
     int32_t sum = 0;
@@ -209,28 +209,30 @@ __device__ __forceinline__ void finish_own(const DispatchParams &p, const SlotRo
   }
 }
 
-// This block's share of the slots: writes what the handle says of them; returns which they are. A barrier must follow.
+// The share of the slots of this one of `blocks`: writes what the handle says of them; returns which they are. A barrier must
+// follow.
 __device__ __forceinline__ TokenRange place_arrivals(const DispatchParams &p, const SlotShape &shape, const char *sent,
-                                                     const SlotRoute &route) {
+                                                     const SlotRoute &route, int blocks) {
   const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk;
   const int64_t all = route.first_slot[num_ranks], first = p.is_token_layout() ? min(route.first_row, all) : 0;
   const int64_t n = (p.is_token_layout() ? min(first + p.capacity, all) : all) - first;
-  const TokenRange mine = block_share(n);
+  const TokenRange mine = share_of(n, blockIdx.x, blocks);
   for_items(mine.end - mine.begin, num_topk, [&](int item, int k) {
     const int slot = mine.begin + item;
     int source = 0;
     while (route.first_slot[source + 1] <= first + slot) ++source;
     const char *part = sent + source * shape.bytes();
     const int64_t arrival = first + slot - route.first_slot[source], at = arrival * num_topk + k;
-    const int local = at_offset<const int32_t>(part, shape.experts())[at];
+    const int local = at_offset<const int32_t>(part, shape.experts())[at]; // all three under way together
     const int place = at_offset<const int32_t>(part, shape.places())[at];
+    const int token = at_offset<const int32_t>(part, shape.tokens())[arrival];
     int meta = local;
     if (local >= 0 && !p.is_token_layout()) {
       const int64_t before = route.before_here[source * p.num_local_experts + local];
       meta = final_row(p, route, p.call.rank * p.num_local_experts + local, before + place);
     }
     p.slot_meta[int64_t(slot) * num_topk + k] = meta;
-    if (k == 0) p.slot_token[slot] = at_offset<const int32_t>(part, shape.tokens())[arrival];
+    if (k == 0) p.slot_token[slot] = token;
   });
   return mine;
 }

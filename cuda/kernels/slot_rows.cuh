@@ -7,11 +7,12 @@
 
 namespace jax_ep {
 
-// One warp of a block: the weights of the block's share of tokens, to every rank.
-__device__ __forceinline__ void send_weights(const DispatchParams &p, char *const *parts, const SlotShape &shape, int lane) {
+// One warp of a block: the weights of the block's share of tokens, to every rank. Blocks [0, num_blocks) have one.
+__device__ __forceinline__ void send_weights(const DispatchParams &p, Parts parts, const SlotShape &shape, int num_blocks,
+                                             int lane) {
   if (!p.weights) return;
   const int32_t *ids = p.topk_idx ? p.topk_idx : p.topk_clean;
-  const TokenRange mine = block_share(p.num_tokens);
+  const TokenRange mine = share_of(p.num_tokens, blockIdx.x, num_blocks);
   const int64_t end = int64_t(mine.end) * p.call.num_topk;
   for (int64_t i = int64_t(mine.begin) * p.call.num_topk + lane; i < end; i += kWarpSize) {
     const bool is_valid = ids[i] >= 0 && ids[i] < p.num_experts;
@@ -21,35 +22,39 @@ __device__ __forceinline__ void send_weights(const DispatchParams &p, char *cons
 }
 
 // Rows of the operand, to the slots of all ranks that a token reaches. A rank's own are taken from the operand later, unless
-// they are quantised on the way.
+// they are quantised on the way. The ids of the next item are asked for while the latest one moves, and those of the first
+// before the call is entered.
 template <bool kQuantizes> struct SlotRows {
   struct Item { int token, piece, rank; bool is_end; }; // rank: of this lane, -1: none
   static constexpr bool kQuantize = kQuantizes;
   const DispatchParams &p;
-  char *const *parts; // [R] this rank's part of everybody's slot
+  Parts parts;
   SlotShape shape;
   const int32_t *ids;
-  int index, step, num_pieces;
+  int index, step, num_pieces, id; // id: of this lane's entry of the token of `index`
 
-  // Blocks [0, num_blocks) send.
-  __device__ SlotRows(const DispatchParams &p_, char *const *parts_, const SlotShape &shape_, int pieces, int num_warps,
-                      int num_blocks)
-      : p(p_), parts(parts_), shape(shape_), ids(p_.topk_idx ? p_.topk_idx : p_.topk_clean),
+  // Blocks [0, num_blocks) send. `parts` come later, before the first item.
+  __device__ SlotRows(const DispatchParams &p_, const SlotShape &shape_, int pieces, int num_warps, int num_blocks)
+      : p(p_), parts{}, shape(shape_), ids(p_.topk_idx ? p_.topk_idx : p_.topk_clean),
         index(int(threadIdx.x / kWarpSize) * num_blocks + int(blockIdx.x)), step(num_warps * num_blocks),
-        num_pieces(pieces) {}
+        num_pieces(pieces) {
+    look(int(threadIdx.x % kWarpSize));
+  }
 
+  __device__ void look(int lane) {
+    const bool is_entry = index < p.num_tokens * num_pieces && lane < p.call.num_topk;
+    id = is_entry ? ids[int64_t(index / num_pieces) * p.call.num_topk + lane] : -1;
+  }
   __device__ Item next(int lane) {
-    for (; index < p.num_tokens * num_pieces; index += step) {
-      const int token = index / num_pieces, num_topk = p.call.num_topk;
-      const int id = lane < num_topk ? ids[int64_t(token) * num_topk + lane] : -1;
+    while (index < p.num_tokens * num_pieces) {
+      const int token = index / num_pieces, piece = index % num_pieces;
       int rank = id >= 0 && id < p.num_experts ? id / p.num_local_experts : -1;
       const unsigned same = __match_any_sync(kFullWarp, rank >= 0 ? unsigned(rank) : 0x80000000u | lane);
       if ((same & ((1u << lane) - 1)) || (!kQuantize && rank == p.call.rank)) rank = -1;
       const bool is_any = __any_sync(kFullWarp, rank >= 0);
-      if (!is_any) continue;
-      const Item item{token, index % num_pieces, rank, false};
       index += step;
-      return item;
+      look(lane);
+      if (is_any) return {token, piece, rank, false};
     }
     return {0, 0, -1, true};
   }
@@ -69,7 +74,8 @@ template <bool kQuantizes> struct SlotRows {
   }
 };
 
-// Rows of this rank's slots [begin, end) (numbers as in the handle), to their places in the result.
+// Rows of this rank's slots [begin, end) (numbers as in the handle), to their places in the result. What the handle says of
+// the next item is asked for while the latest one moves, and of the first one before the block waits for rows.
 template <bool kQuantizes> struct SlotRowsReceived {
   struct Item { int slot, source, token, piece, row; bool is_end; }; // row: of this lane, -1: none
   static constexpr bool kQuantize = false;
@@ -78,27 +84,33 @@ template <bool kQuantizes> struct SlotRowsReceived {
   SlotShape shape;
   const int32_t *first_slot; // [R + 1] of each source, shared memory
   int index, end, step, num_pieces;
+  int next_token, next_row; // of the slot of `index`; the row of this lane
 
   __device__ SlotRowsReceived(const DispatchParams &p_, const char *sent_, const SlotShape &shape_,
                               const int32_t *first_slot_, TokenRange slots, int pieces, int num_warps)
       : p(p_), sent(sent_), shape(shape_), first_slot(first_slot_),
         index(slots.begin * pieces + int(threadIdx.x / kWarpSize)), end(slots.end * pieces), step(num_warps),
-        num_pieces(pieces) {}
+        num_pieces(pieces) {
+    look(int(threadIdx.x % kWarpSize));
+  }
 
+  __device__ void look(int lane) {
+    const int slot = index / num_pieces, num_topk = p.call.num_topk;
+    const bool is_here = index < end;
+    next_token = is_here ? p.slot_token[slot] : 0;
+    if (p.is_token_layout()) next_row = is_here && lane == 0 ? slot : -1;
+    else next_row = is_here && lane < num_topk ? p.slot_meta[int64_t(slot) * num_topk + lane] : -1;
+  }
   __device__ Item next(int lane) {
-    for (; index < end; index += step) {
-      const int slot = index / num_pieces, num_topk = p.call.num_topk, token = p.slot_token[slot];
-      int row = -1;
-      if (p.is_token_layout()) row = lane == 0 ? slot : -1;
-      else if (lane < num_topk) row = p.slot_meta[int64_t(slot) * num_topk + lane];
+    while (index < end) {
+      const int slot = index / num_pieces, piece = index % num_pieces, token = next_token, row = next_row;
+      index += step;
+      look(lane);
       int source = 0;
       for (int r = lane; r - lane < p.call.num_ranks; r += kWarpSize)
         source += __popc(__ballot_sync(kFullWarp, r < p.call.num_ranks && first_slot[r + 1] <= slot));
-      const bool is_any = __any_sync(kFullWarp, row >= 0);
-      if (!is_any) continue; // all its rows are outside the window
-      const Item item{slot, source, token, index % num_pieces, row, false};
-      index += step;
-      return item;
+      const bool is_any = __any_sync(kFullWarp, row >= 0); // none: all its rows are outside the window
+      if (is_any) return {slot, source, token, piece, row, false};
     }
     return {0, 0, 0, 0, -1, true};
   }
