@@ -148,10 +148,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   OwnRows own{};
   bool has_cut_slots = false;
 
+  FirstIds first_ids{};
+  if (is_router) first_ids = begin_count(p, plan.route, room, route.invalid);
+
   // 1 enter
   bool ok = call.enter(latency, handle_slots); // and a barrier
   if (ok && is_router) { // 2 route
-    count_own(p, plan.route, shape, room, call.parts(), latency.sends, route.invalid); // ends with a barrier
+    count_own(p, plan.route, shape, room, call.parts(), latency.sends, route.invalid, first_ids); // ends with a barrier
     if (latency.sends) call.publish_routed();
     bulk_fence(); // the room was used through the generic proxy, and a router that is alone sends, too
     __syncthreads();
@@ -214,10 +217,14 @@ Kernel kernel_for(bool is_route, bool use_bulk, bool quantises) {
 } // namespace
 
 int max_latency_experts(int num_ranks) {
-  // make_plan's room without bulk copies, 32 tokens a segment: per rank a pointer, a first slot and two sums; per expert
-  // start, total and two more, and its share of the own groups' start and kept.
+  // make_plan's room without bulk copies. Receiving: per rank a pointer, a first slot and two sums; per expert start, total and
+  // two more, and its share of the own groups' start and kept. Counting, 32 tokens a segment: ids and places, arrivals of each
+  // rank; per expert and rank a count and a word of bits.
   const double room = kVectorSharedBytes - 2048 - 32 * kMaxTopk * 4 - num_ranks * 24.0;
-  return room < 0 ? 0 : int(room / (16 + 8.0 / num_ranks));
+  const double receive = room / (16 + 8.0 / num_ranks);
+  const double count = (room - 32 * kMaxTopk * 4 - num_ranks * 32.0 * 4) / (8 + 8.0 / num_ranks);
+  const double most = receive < count ? receive : count;
+  return most < 0 ? 0 : int(most);
 }
 
 cudaError_t launch_dispatch_latency(const DispatchParams &p, const LatencyCall &latency, cudaStream_t stream) {

@@ -19,7 +19,9 @@ struct SlotRoutePlan {
     const int64_t columns = int64_t(num_experts) + num_ranks;
     SlotRoutePlan plan{int(round_up(num_tokens < 512 ? num_tokens : 512, 32)), 0};
     if (plan.segment < 32) plan.segment = 32;
-    auto count_bytes = [&] { return columns * 4 * (1 + plan.segment / 32) + int64_t(plan.segment) * num_topk * 4; };
+    auto count_bytes = [&] {
+      return columns * 4 * (1 + plan.segment / 32) + int64_t(plan.segment) * (2 * num_topk + num_ranks) * 4;
+    };
     while (plan.segment > 32 && count_bytes() > room) plan.segment -= 32;
     const int64_t receive_bytes = 4 * (4 * int64_t(num_experts) + 2 * num_ranks);
     plan.bytes = int(count_bytes() > receive_bytes ? count_bytes() : receive_bytes);
@@ -54,37 +56,65 @@ template <class T> __device__ __forceinline__ T *at_offset(const char *base, int
 template <class Visit> __device__ __forceinline__ void for_items(int n, int num_topk, Visit visit) {
   const int lane = threadIdx.x % kWarpSize, step = kWarpSize / num_topk;
   if (lane >= step * num_topk) return;
+#pragma unroll 1
   for (int item = int(threadIdx.x / kWarpSize) * step + lane / num_topk; item < n; item += int(blockDim.x / kWarpSize) * step)
     visit(item, lane % num_topk);
 }
 
-// Router block. Counts this rank's tokens. `tells`: every rank its arrivals and the counts (not: a done, whose start did). With results, leaves places within this rank's tokens in dst_row and slot; finish_own makes them final.
+// Router block, before the call is entered: clears what it counts in, and asks for the first ids.
+struct FirstIds {
+  static constexpr int kUnroll = 4;
+  int id[kUnroll]; // entries threadIdx.x + j * blockDim.x
+};
+__device__ __forceinline__ FirstIds begin_count(const DispatchParams &p, const SlotRoutePlan &plan, char *room, int32_t *invalid) {
+  FirstIds ids;
+#pragma unroll
+  for (int j = 0; j < FirstIds::kUnroll; ++j) {
+    const int64_t i = int64_t(threadIdx.x) + j * int(blockDim.x);
+    ids.id[j] = i < int64_t(p.num_tokens) * p.call.num_topk ? p.topk_idx[i] : -1;
+  }
+  int32_t *const cleared = reinterpret_cast<int32_t *>(room); // counts and bits
+#pragma unroll 1
+  for (int i = threadIdx.x; i < (p.num_experts + p.call.num_ranks) * (1 + plan.segment / 32); i += blockDim.x) cleared[i] = 0;
+  if (threadIdx.x == 0) *invalid = 0;
+  return ids;
+}
+
+// Router block, after begin_count and a barrier. Counts this rank's tokens. `tells`: every rank its arrivals and the counts (not:
+// a done, whose start did). With results, leaves places within this rank's tokens in dst_row and slot; finish_own makes them
+// final.
 __device__ __noinline__ void count_own(const DispatchParams &p, const SlotRoutePlan &plan, const SlotShape &shape, char *room,
-                                       Parts parts, bool tells, int32_t *invalid) {
+                                       Parts parts, bool tells, int32_t *invalid, FirstIds ahead) {
   const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk, columns = p.num_experts + num_ranks;
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = FirstIds::kUnroll;
   const int words = plan.segment / 32;
   int32_t *count = reinterpret_cast<int32_t *>(room);           // [E + R] of the segments before
   uint32_t *bits = reinterpret_cast<uint32_t *>(count + columns); // [E + R][words]
   int32_t *ids = reinterpret_cast<int32_t *>(bits + columns * words); // [segment, K] clean
-  for (int c = threadIdx.x; c < columns; c += blockDim.x) count[c] = 0;
-  if (threadIdx.x == 0) *invalid = 0;
+  int32_t *places = ids + plan.segment * num_topk;                // [segment, K] among this rank's entries for the expert, or -1
+  int32_t *arrivals = places + plan.segment * num_topk;           // [segment, R] among this rank's tokens for the rank, or -1
   for (int first = 0; first < p.num_tokens; first += plan.segment) {
-    const int tokens = min(plan.segment, p.num_tokens - first);
-    for (int i = threadIdx.x; i < columns * words; i += blockDim.x) bits[i] = 0;
-    __syncthreads();
+    const int tokens = min(plan.segment, p.num_tokens - first), entries = tokens * num_topk;
+    if (first) {
+      __syncthreads(); // all that was counted is read
+#pragma unroll 1
+      for (int i = threadIdx.x; i < columns * words; i += blockDim.x) bits[i] = 0;
+      __syncthreads();
+    }
     bool repeats = false;
-    for (int base = threadIdx.x; base < tokens * num_topk; base += kUnroll * blockDim.x) {
+#pragma unroll 1
+    for (int base = threadIdx.x; base < entries; base += kUnroll * blockDim.x) {
       int loaded[kUnroll]; // under way together
 #pragma unroll
       for (int j = 0; j < kUnroll; ++j) {
         const int i = base + j * int(blockDim.x);
-        loaded[j] = i < tokens * num_topk ? p.topk_idx[int64_t(first) * num_topk + i] : -1;
+        if (first == 0 && base == int(threadIdx.x)) loaded[j] = ahead.id[j];
+        else loaded[j] = i < entries ? p.topk_idx[int64_t(first) * num_topk + i] : -1;
       }
 #pragma unroll
       for (int j = 0; j < kUnroll; ++j) {
         const int i = base + j * int(blockDim.x), id = loaded[j], token = i / num_topk;
-        if (i >= tokens * num_topk) break;
+        if (i >= entries) break;
         const bool is_valid = id >= 0 && id < p.num_experts;
         if (!is_valid && id != -1) atomicAdd(invalid, 1);
         ids[i] = is_valid ? id : -1;
@@ -104,8 +134,10 @@ __device__ __noinline__ void count_own(const DispatchParams &p, const SlotRouteP
     };
     auto repeated = [&](int id, int end) { // entries [0, end) that repeat this expert within their token
       int n = 0;
+#pragma unroll 1
       for (int i = 0; i < end; ++i) {
         if (ids[i] != id) continue;
+#pragma unroll 1
         for (int j = i / num_topk * num_topk; j < i; ++j)
           if (ids[j] == id) {
             ++n;
@@ -114,39 +146,59 @@ __device__ __noinline__ void count_own(const DispatchParams &p, const SlotRouteP
       }
       return n;
     };
-    for_items(tokens * num_ranks, num_topk, [&](int item, int k) {
-      const int token = item / num_ranks, rank = item % num_ranks, i = token * num_topk + k;
-      const bool goes = bits[(p.num_experts + rank) * words + token / 32] >> token % 32 & 1;
-      if (k == 0 && p.slot && !goes) p.slot[int64_t(first + token) * num_ranks + rank] = -1;
-      if (!goes) return;
-      const int id = ids[i], arrival = before(p.num_experts + rank, token);
-      const bool is_there = id >= 0 && id / p.num_local_experts == rank;
-      int place = is_there ? before(id, token) : -1;
-      if (is_there && has_repeats) {
-        place += repeated(id, token * num_topk); // of earlier tokens
-        for (int j = token * num_topk; j < i; ++j) place += ids[j] == id;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < entries; i += blockDim.x) {
+      const int id = ids[i], token = i / num_topk;
+      int place = -1;
+      if (id >= 0) {
+        place = before(id, token);
+        if (has_repeats) {
+          place += repeated(id, token * num_topk); // of earlier tokens
+#pragma unroll 1
+          for (int j = token * num_topk; j < i; ++j) place += ids[j] == id;
+        }
+        if (p.dst_row) p.dst_row[int64_t(first) * num_topk + i] = place;
       }
-      if (is_there && p.dst_row) p.dst_row[int64_t(first) * num_topk + i] = place;
-      if (k == 0 && p.slot) p.slot[int64_t(first + token) * num_ranks + rank] = arrival;
-      if (!tells) return;
-      const int64_t at = int64_t(arrival) * num_topk + k;
-      at_offset<int32_t>(parts[rank], shape.experts())[at] = is_there ? id - rank * p.num_local_experts : -1;
-      at_offset<int32_t>(parts[rank], shape.places())[at] = place;
-      if (k == 0) at_offset<int32_t>(parts[rank], shape.tokens())[arrival] = first + token;
-    });
-    __syncthreads();
+      places[i] = place;
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < tokens * num_ranks; i += blockDim.x) {
+      const int token = i / num_ranks, rank = i - token * num_ranks, column = p.num_experts + rank;
+      const bool goes = bits[column * words + token / 32] >> token % 32 & 1;
+      const int arrival = goes ? before(column, token) : -1;
+      arrivals[i] = arrival;
+      if (p.slot) p.slot[int64_t(first) * num_ranks + i] = arrival;
+      if (tells && goes) at_offset<int32_t>(parts[rank], shape.tokens())[arrival] = first + token;
+    }
+    __syncthreads(); // places and arrivals are known, counts are read
+    if (tells)
+      for_items(tokens * num_ranks, num_topk, [&](int item, int k) {
+        const int arrival = arrivals[item];
+        if (arrival < 0) return;
+        const int token = item / num_ranks, rank = item - token * num_ranks, entry = token * num_topk + k;
+        const int local = ids[entry] - rank * p.num_local_experts; // negative for -1, as it should be
+        const bool is_there = local >= 0 && local < p.num_local_experts;
+        char *const part = parts[rank];
+        const int64_t at = int64_t(arrival) * num_topk + k;
+        at_offset<int32_t>(part, shape.experts())[at] = is_there ? local : -1;
+        at_offset<int32_t>(part, shape.places())[at] = is_there ? places[entry] : -1;
+      });
+#pragma unroll 1
     for (int c = threadIdx.x; c < columns; c += blockDim.x) {
       int n = 0;
       for (int w = 0; w < words; ++w) n += __popc(bits[c * words + w]);
-      if (has_repeats && c < p.num_experts) n += repeated(c, tokens * num_topk);
+      if (has_repeats && c < p.num_experts) n += repeated(c, entries);
       count[c] += n;
     }
-    __syncthreads();
   }
-  __syncthreads();
-  if (tells)
-    for (int i = threadIdx.x; i < columns * num_ranks; i += blockDim.x)
-      at_offset<int32_t>(parts[i / columns], shape.counts())[i % columns] = count[i % columns];
+  if (tells) {
+#pragma unroll 1
+    for (int c = threadIdx.x; c < columns; c += blockDim.x) { // those that this thread counted
+      const int32_t n = count[c];
+#pragma unroll 1
+      for (int r = 0; r < num_ranks; ++r) at_offset<int32_t>(parts[r], shape.counts())[c] = n;
+    }
+  }
   __syncthreads(); // behind all stores of the table; the room is free
 }
 
