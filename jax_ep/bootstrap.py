@@ -283,6 +283,18 @@ def placement(groups: Groups, config: Any = None) -> tuning.Placement | None:
     return records.placement(groups, process.read_records(group.processes(groups), _deadline(config)))
 
 
+def why_not_recorded(groups: Groups, config: Any = None) -> str:
+    """What in their processes keeps calls of `groups` from being recorded, or "". The same answer on every rank.
+
+    Raises:
+      SetupTimeout: a process of the mesh published nothing in time.
+    """
+    process = _this_process()
+    if _local_problem() or not process.has(groups):
+        return ""  # of a program for another machine nobody knows
+    return records.why_not_recorded(process.read_records(group.processes(groups), _deadline(config)))
+
+
 def bind(
     key: str,
     groups: Any,

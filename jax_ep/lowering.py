@@ -199,16 +199,20 @@ def _lower(call: Call, groups, ctx, *operands):
 
 
 def _is_recordable(call: Call, groups) -> bool:
-    """Whether XLA may record the call into a command buffer. The same on all ranks."""
+    """Whether XLA may record the call into a command buffer. The same on all ranks.
+
+    The only place that says which calls are not.
+    """
     wanted = call.spec.config.command_buffers
     if not (tuning.COMMAND_BUFFERS if wanted is None else wanted):
         return False
-    problem = ""
     if call.spec.num_nodes > 1:
         problem = "calls over several nodes launch a kernel on a stream of their own"
     elif group_lib.most_devices(groups) > 1:
         # A device may still be making its graph, which allocates, while a kernel of another one waits for it.
         problem = "a process has several devices of the mesh, which do not wait for each other's recording"
+    else:
+        problem = bootstrap.why_not_recorded(groups, call.spec.config)
     if problem and wanted:
         _log_once(f"Config(command_buffers=True) has no effect: {problem}")
     return not problem

@@ -3,7 +3,8 @@
 A record is JSON::
 
     {"reason": "" or why this process cannot use CUDA, "protocol": 1, "host": "...",
-     "launches_block": false, "address": "...", "nonce": "hex", "nvshmem": "" or why this process cannot use it,
+     "launches_block": false, "reorders_graphs": false, "address": "...", "nonce": "hex",
+     "nvshmem": "" or why this process cannot use it,
      "devices": [{"local_hardware_id": 0, "uuid": "GPU-...", "num_sms": 132, "compute_capability": [9, 0],
                   "pool_exportable": true, "no_access": ["GPU-..."]}]}
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -26,6 +28,7 @@ from jax_ep.group import Groups
 Record = dict[str, Any]
 _OLDEST_CAPABILITY = (8, 0)
 _CLAIM_S = 60.0  # for reading what is known to be there
+_CONCURRENT = re.compile("--xla_gpu_command_buffer_scheduling_mode=CONCURRENT", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,7 @@ def describe_process(module: Any, ordinals: list[int], address: str, nonce: byte
         "protocol": module.protocol,
         "host": host_identity(),
         "launches_block": os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
+        "reorders_graphs": bool(_CONCURRENT.search(os.environ.get("XLA_FLAGS", ""))),
         "address": address,
         "nonce": nonce.hex(),
         "nvshmem": nvshmem,
@@ -248,6 +252,19 @@ def why_not_over_nodes(groups: Groups, records: Mapping[int, Record]) -> str:
                 )
     if max_num_sms(groups, records) < 2:
         return "ranks over several nodes need two SMs each, and more share a GPU than that allows"
+    return ""
+
+
+def why_not_recorded(records: Mapping[int, Record]) -> str:
+    """What keeps XLA from recording the calls of these processes into command buffers."""
+    for process in sorted(records):
+        if records[process]["launches_block"]:
+            return f"process {process} has CUDA_LAUNCH_BLOCKING set, with which every launch is waited for by itself"
+        if records[process]["reorders_graphs"]:
+            return (
+                f"process {process} has --xla_gpu_command_buffer_scheduling_mode=CONCURRENT in XLA_FLAGS, which drops "
+                "the order of calls in a command buffer"
+            )
     return ""
 
 

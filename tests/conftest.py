@@ -108,6 +108,7 @@ def usable(monkeypatch):
     asked = []
     monkeypatch.setattr(bootstrap, "can_use_cuda", lambda groups, config=None, num_nodes=1: "")
     monkeypatch.setattr(bootstrap, "prepare", lambda groups, config=None, num_nodes=1: asked.append((groups, config)))
+    monkeypatch.setattr(bootstrap, "why_not_recorded", lambda groups, config=None: "")
     monkeypatch.setattr(bootstrap, "bind", lambda *call_site: asked.append(call_site))
     monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20, 0, 1))
     monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1], 1))

@@ -101,7 +101,8 @@ def test_module_without_a_gpu():
 def record(*uuids, **changes):
     device = {"num_sms": 132, "compute_capability": [9, 0], "pool_exportable": True, "no_access": []}
     devices = [{**device, "local_hardware_id": i, "uuid": uuid} for i, uuid in enumerate(uuids)]
-    same = {"reason": "", "protocol": 1, "host": "h", "launches_block": False, "address": "a", "nonce": ""}
+    same = {"reason": "", "protocol": 1, "host": "h", "address": "a", "nonce": ""}
+    same |= {"launches_block": False, "reorders_graphs": False}
     return {**same, "devices": devices} | changes
 
 
@@ -190,6 +191,29 @@ def test_launches_that_block_are_in_the_record(monkeypatch, value, expected):
     if value is not None:
         monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
     assert records.describe_process(FakeCuda(0), [], "", b"")["launches_block"] is expected
+
+
+CONCURRENT = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, False), (f"--a=1 {CONCURRENT} --b", True), (CONCURRENT[:-10] + "LHS", False)]
+)
+def test_graphs_without_order_are_in_the_record(monkeypatch, value, expected):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("XLA_FLAGS", value)
+    assert records.describe_process(FakeCuda(0), [], "", b"")["reorders_graphs"] is expected
+
+
+def test_what_keeps_calls_from_being_recorded(monkeypatch):
+    """The same on all ranks, whichever process has the setting; nobody knows it of another machine."""
+    assert records.why_not_recorded({0: record("x"), 1: record("y")}) == ""
+    for change, words in (("launches_block", "CUDA_LAUNCH_BLOCKING"), ("reorders_graphs", "CONCURRENT")):
+        reason = records.why_not_recorded({0: record("x"), 1: record("y", **{change: True})})
+        assert reason.startswith("process 1 has ") and words in reason
+    monkeypatch.setattr(bootstrap, "_local_problem", lambda: "no CUDA device in this process")
+    assert bootstrap.why_not_recorded(PAIR) == ""
 
 
 def test_num_sms_is_the_smallest_share():
@@ -361,6 +385,7 @@ def test_two_processes_set_up_and_bind(monkeypatch):
     assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 4, 1, 0, 5.0) == ""
     assert bootstrap.bind_callback("key", groups, 2, 512, 1 << 20, 4, 1, 133, 5.0).startswith("ValueError: ")
     bootstrap._process._known[1]["launches_block"] = True  # a deserialised program was not lowered here: asked again
+    assert "process 1 has CUDA_LAUNCH_BLOCKING" in bootstrap.why_not_recorded(groups)
     assert "CUDA_LAUNCH_BLOCKING" in bootstrap.bind_callback("nodes", groups, 2, 512, 1 << 20, 0, 2, 0, 5.0)
     calls = modules[0].calls
     nonce = bootstrap._nonce()
