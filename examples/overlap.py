@@ -140,9 +140,12 @@ def make_operands(args, num_ranks: int, dtype):
 def schedule(hlo: str) -> list[str]:
     """Our calls and the matrix products of a compiled program, in the order in which XLA runs them."""
     entry = hlo[hlo.index("\nENTRY ") :]
-    # Products are calls of cuBLAS or fusions of their own, as XLA likes.
+    # Products are calls of cuBLAS or fusions of their own, as XLA likes; "_graph" ends the name of a call that it may
+    # record into a command buffer.
     calls = re.findall(
-        r'^  (?:ROOT )?%.*(?:custom_call_target="(?:jax_ep_|__)(\w+)|kind=kCustom, calls=%\S*?(gemm))', entry, re.M
+        r'^  (?:ROOT )?%.*(?:custom_call_target="(?:jax_ep_|__)(\w+?)(?:_graph)?["$]|kind=kCustom, calls=%\S*?(gemm))',
+        entry,
+        re.M,
     )
     return [re.sub("cublas.*", "gemm", name or product) for name, product in calls]
 

@@ -36,8 +36,9 @@ class Config:
         are pending or not. One more fails. 1 to 64.
       command_buffers: True: XLA may record the calls, with what stands around them, into command buffers (CUDA graphs)
         and replay those, which saves the host's time for each call (docs/concepts.md, Command buffers). Not calls over
-        several nodes, nor in a job where a process has several devices of the mesh: these stay as they are, which one
-        line says. False: every call is launched by the host. None: as False.
+        several nodes, nor where a process has several devices of the mesh, CUDA_LAUNCH_BLOCKING, or XLA's flag that
+        drops the order in such buffers: these stay as they are, which one line says. False: every call is launched by
+        the host. None: as True, without that line.
       debug_checks: True: ids outside [-1, num_experts), otherwise only counted in `recv.num_invalid`, are logged, and
         `jax_ep.check()` raises `InvalidIdError`. And ranks that meet with different calls in the pure-JAX
         implementation get `MismatchError`, as they always do on CUDA devices, before XLA's collectives abort or hang.

@@ -37,9 +37,9 @@ LATENCY_SLOTS_BYTES = 64 << 20
 LATENCY_PIECES_PER_SM = 8
 LATENCY_MOST_SMS = 32
 
-# Whether XLA may record calls into command buffers where Config.command_buffers is None. Faster (docs/performance.md),
-# and off until the whole GPU suite has run with it.
-COMMAND_BUFFERS = False
+# Whether XLA may record calls into command buffers where Config.command_buffers is None: it is faster
+# (docs/performance.md). Where it is not done whatever this says: lowering.py.
+COMMAND_BUFFERS = True
 
 # Several nodes: what an SM that carries chunks moves, read plus write (taken to be that of one that moves rows, as both
 # use the copy engine), the most that carry, what is taken where nothing is known, and the kernels' most blocks.

@@ -40,7 +40,12 @@ def pytest_addoption(parser):
     )
     parser.addoption("--transport", choices=("auto", "nvshmem"), default="auto", help="between these nodes")
     parser.addoption("--put-delay", type=float, default=0.0, help="Config.put_delay_s of the exchange tests")
-    parser.addoption("--command-buffers", action="store_true", help="Config.command_buffers of the programs' tests")
+    parser.addoption(
+        "--command-buffers",
+        choices=("default", "on", "off"),
+        default="default",
+        help="Config.command_buffers of the programs' and the exchange tests",
+    )
     parser.addoption("--copies", choices=("auto", "vector"), default="auto", help="Config.copies of the exchange tests")
 
 

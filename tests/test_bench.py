@@ -368,8 +368,9 @@ def test_modes_on_the_command_line(capsys):
     plan = _parsed("--mode", "throughput,latency,auto", "--split", "--host", "--workload", "W2,W2q,W2-1")
     assert plan.modes == bench.MODES and plan.is_split and plan.is_host_timed
     assert [(w.num_tokens, w.sent) for w in plan.workloads] == [(128, "rows"), (128, "fp8"), (1, "rows")]
-    assert _parsed().modes == ("throughput",) and not _parsed().is_split and not _parsed().is_recorded
-    assert _parsed("--command-buffers").is_recorded
+    assert _parsed().modes == ("throughput",) and not _parsed().is_split
+    assert _parsed().is_recorded is None
+    assert _parsed("--command-buffers").is_recorded is True and _parsed("--no-command-buffers").is_recorded is False
     with pytest.raises(SystemExit):
         bench.main(["--ranks", "2", "--first-call", "1", "--mode", "latency,auto"])
     assert "one --mode" in capsys.readouterr().err

@@ -259,7 +259,8 @@ def test_overlap():
     assert float(re.search(r"results differ by (\S+) at most", text)[1]) < 1e-4
 
 
-def test_overlap_reads_the_schedule(monkeypatch):
+@pytest.mark.parametrize("suffix", ["", "_graph"])
+def test_overlap_reads_the_schedule(monkeypatch, suffix):
     """What was written is recognised, and what was not is an error. A real one: tests/gpu/test_ahead_of_time.py."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import overlap
@@ -272,11 +273,11 @@ def test_overlap_reads_the_schedule(monkeypatch):
         op = part.split()[0]
         lines += [
             product(7),
-            call(0, f"jax_ep_{op}_start"),
+            call(0, f"jax_ep_{op}_start{suffix}"),
             product(1),
             "  %f = f32[] fusion(%p), kind=kLoop, calls=%x",
         ]
-        lines += [call(2, products[len(lines) % 2]), call(3, f"jax_ep_{op}_done")]
+        lines += [call(2, products[len(lines) % 2]), call(3, f"jax_ep_{op}_done{suffix}")]
     hlo = "\n".join(["HloModule m, is_scheduled=true", "", "ENTRY %main {", *lines, "}"])
     order, said = overlap.schedule(hlo), []
     assert order[:5] == ["gemm", "dispatch_start", "gemm", "gemm", "dispatch_done"] and len(order) == 20

@@ -92,6 +92,19 @@ def test_files_that_heed_a_mode_run_in_both(scripts):
     assert len(heeding) >= 4 and by_mode["latency"] == heeding <= by_mode["throughput"]
 
 
+def test_files_that_heed_command_buffers_run_with_and_without(scripts):
+    """Recording is the default; launched calls, which it leaves to calls over nodes and to programs with several
+    devices a process, have stages of their own in every file that takes them."""
+    run, _ = scripts
+    by_choice = {"default": set(), "on": set(), "off": set()}
+    for stage in run.stages("cache"):
+        at = stage.tests.index("--command-buffers") + 1 if "--command-buffers" in stage.tests else None
+        by_choice[stage.tests[at] if at else "default"] |= {t for t in stage.tests if run.is_test(t)}
+    heeding = {p.name for p in GPU.glob("test_*.py") if "ranks.command_buffers(" in p.read_text()}
+    assert len(heeding) == 2 and heeding <= by_choice["default"] and by_choice["off"] == heeding
+    assert by_choice["on"] == {"test_programs_processes.py"}
+
+
 def test_sanitised_cases_exist_and_cover_the_kernels(scripts):
     """A name that no case has would end the stage; a layout or path that no case has would never be sanitised."""
     _, sanitize = scripts

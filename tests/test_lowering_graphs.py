@@ -12,10 +12,10 @@ from lowered_calls import calls, lowered
 from test_lowering import split_calls
 
 import jax_ep
-from jax_ep import group, lowering, tuning
+from jax_ep import bootstrap, group, lowering, tuning
 
 OPS = ("dispatch", "redispatch", "combine")
-RECORDED = jax_ep.Config(command_buffers=True)
+RECORDED, LAUNCHED = jax_ep.Config(command_buffers=True), jax_ep.Config(command_buffers=False)
 
 
 @pytest.fixture
@@ -32,18 +32,19 @@ def targets(found):
 def test_every_form_of_a_call(make_mesh, one_each):
     """Both modes, the halves, backward passes included; operands, results and attributes stay what they are."""
     for mode, suffix in (("throughput", ""), ("latency", "_latency")):
-        plain, recorded = (
-            sorted(calls(lowered(make_mesh(2), mode=mode, config=c))) for c in (jax_ep.Config(), RECORDED)
-        )
+        plain, recorded = (sorted(calls(lowered(make_mesh(2), mode=mode, config=c))) for c in (LAUNCHED, RECORDED))
         assert targets(plain) == {f"jax_ep_{op}{suffix}" for op in OPS}
         assert recorded == sorted((f"{target}_graph", *rest) for target, *rest in plain)
     expected = {f"jax_ep_{op}_{half}_graph" for op in OPS for half in ("start", "done")}
     assert expected < targets(split_calls(make_mesh(2), config=RECORDED))
 
 
-@pytest.mark.parametrize("by_default", [False, True])
+@pytest.mark.parametrize("by_default", [None, False, True])
 def test_what_was_not_said_is_the_default(make_mesh, one_each, monkeypatch, by_default):
-    monkeypatch.setattr(tuning, "COMMAND_BUFFERS", by_default)
+    if by_default is not None:
+        monkeypatch.setattr(tuning, "COMMAND_BUFFERS", by_default)
+    else:
+        by_default = True
     for wanted in (None, False, True):
         found = targets(calls(lowered(make_mesh(2), config=jax_ep.Config(command_buffers=wanted))))
         is_recorded = by_default if wanted is None else wanted
@@ -51,7 +52,8 @@ def test_what_was_not_said_is_the_default(make_mesh, one_each, monkeypatch, by_d
 
 
 def test_who_is_launched_all_the_same(make_mesh, one_each, monkeypatch, caplog):
-    """Calls over several nodes, and several devices in one process: one line says why, if it was asked for."""
+    """Calls over several nodes, several devices in one process, processes with a setting that does not go with it: one
+    line says why, if it was asked for."""
     over_nodes = jax_ep.Config(command_buffers=True, ranks_per_node=1)
     with caplog.at_level(logging.WARNING, logger="jax_ep"):
         for _ in range(2):
@@ -62,8 +64,12 @@ def test_who_is_launched_all_the_same(make_mesh, one_each, monkeypatch, caplog):
         pairs = Mesh(np.array(mesh.devices)[[0, 2]], ("ep",))  # processes of two devices, of which the mesh has one
         assert targets(calls(lowered(pairs, config=RECORDED))) == {f"jax_ep_{op}_graph" for op in OPS}
         assert targets(calls(lowered(make_mesh(2), config=RECORDED))) == {f"jax_ep_{op}" for op in OPS}
-        monkeypatch.setattr(tuning, "COMMAND_BUFFERS", True)
+        monkeypatch.setattr(bootstrap, "why_not_recorded", lambda groups, config=None: "process 1 has a reason")
+        for config in (RECORDED, jax_ep.Config()):
+            assert targets(calls(lowered(pairs, config=config))) == {f"jax_ep_{op}" for op in OPS}
         lowered(make_mesh(2))  # nobody asked: nothing to say
+        lowered(make_mesh(2), config=jax_ep.Config(ranks_per_node=1))
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "over several nodes" in said[0] and "several devices of the mesh" in said[1]
+    assert len(said) == 3 and "over several nodes" in said[0] and "several devices of the mesh" in said[1]
+    assert said[2].endswith("process 1 has a reason")
     assert all(line.startswith("Config(command_buffers=True) has no effect: ") for line in said)

@@ -80,7 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         "--num-sms", type=_numbers, default=(), help="SMs per rank; several: a sweep, with the default among them"
     )
     what.add_argument("--split", action="store_true", help="also dispatch and combine as start and done")
-    what.add_argument("--command-buffers", action="store_true", help="let XLA record the CUDA calls into CUDA graphs")
+    what.add_argument(
+        "--command-buffers",
+        action=argparse.BooleanOptionalAction,
+        help="whether XLA may record the CUDA calls into CUDA graphs; default: where it may anywhere else, but not for "
+        "--host and --first-call",
+    )
     what.add_argument("--host", action="store_true", help="also the host's time for a call")
     what.add_argument(
         "--first-call",

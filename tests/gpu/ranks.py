@@ -32,6 +32,11 @@ mode = "throughput"  # of dispatch: test files that heed --mode set it
 _sequence = itertools.count()
 
 
+def command_buffers(pytest_config) -> bool | None:
+    """`Config.command_buffers` of --command-buffers."""
+    return {"default": None, "on": True, "off": False}[pytest_config.getoption("--command-buffers")]
+
+
 def mesh(num_ranks: int | None = None) -> Mesh:
     """The first `num_ranks` devices (default: all) as one EP group."""
     return Mesh(np.array(jax.devices()[:num_ranks]), ("ep",))

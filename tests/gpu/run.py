@@ -112,13 +112,19 @@ def stages(cache: str) -> list[Stage]:
         Stage(f"R=2 blocking{name}", 2, 60, (exchange, *mode, "-k", "(routings and zipf) or recorded"), blocking)
         for name, mode in (("", ()), (" latency", latency))
     ]
-    # Calls that XLA may record into command buffers: as XLA records by itself, and whatever it may, however short.
-    recorded = ("--command-buffers", "-k", "1000_are or micro_batches or was_recorded")
+    # XLA may record calls into command buffers, the default: as it does by itself, in turns with launched calls of the
+    # same programs; then whatever it may, however short; then none of our calls.
+    some_programs = "1000_are or micro_batches or was_recorded"
     plan += [Stage("R=2 graphs", 2, 120, ("test_graphs_processes.py",))]
     graphs = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES"
     graphs = {"XLA_FLAGS": f"--xla_gpu_enable_command_buffer={graphs} --xla_gpu_graph_min_graph_size=1"}
-    plan += [Stage("R=2 short graphs", 2, 90, (programs, *recorded), graphs)]
-    plan += [Stage("R=2 short graphs latency", 2, 90, (programs, *latency, *recorded), graphs)]
+    recorded, launched = ("--command-buffers", "on"), ("--command-buffers", "off")
+    plan += [Stage("R=2 short graphs", 2, 90, (programs, *recorded, "-k", some_programs), graphs)]
+    plan += [Stage("R=2 short graphs latency", 2, 90, (programs, *latency, *recorded, "-k", some_programs), graphs)]
+    some_programs += " or compiled_in"
+    plan += [Stage("R=2 launched", 2, 90, (programs, *launched, "-k", some_programs), graphs)]
+    plan += [Stage("R=2 launched latency", 2, 90, (programs, *latency, *launched, "-k", some_programs), graphs)]
+    plan += [Stage("R=2 launched cases", 2, 90, (exchange, *launched, *some))]
     plan += [Stage("faults", 3, 120, ("test_faults_processes.py",))]
     plan += [Stage("faults latency", 3, 120, ("test_faults_processes.py", *latency))]
     nodes = ("test_faults_processes.py", "--ranks-per-node", "2")

@@ -42,7 +42,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_ep
 
 h100, ranks, tokens, topk, hidden, capacity, layout = json.loads(sys.argv[1])
-topology = topologies.get_topology_desc("", platform="cuda", target_config=h100, topology=f"1x1x{ranks}")
+# Each device is a process of its own: calls may be recorded, and are by default.
+topology = topologies.get_topology_desc("", platform="cuda", target_config=h100, topology=f"1x{ranks}x1")
 mesh = Mesh(np.array(topology.devices), ("ep",))
 settings = dict(num_experts=4 * ranks, axis_name="ep", layout=layout, capacity=capacity,
                 expert_alignment=8 if layout == "expert" else 1, implementation="cuda")
@@ -123,10 +124,8 @@ overlap.show_schedule(overlap.schedule(hlo), args.layers, lambda line: print("HL
 """
 
 
-# Layers as decoding has them; each device is a process of its own here.
+# Layers as decoding has them.
 GRAPHS = """
-topology = topologies.get_topology_desc("", platform="cuda", target_config=h100, topology=f"1x{ranks}x1")
-mesh = Mesh(np.array(topology.devices), ("ep",))
 settings["config"] = jax_ep.Config(command_buffers=IS_RECORDED)
 
 def moe(w, x, idx):
@@ -139,9 +138,8 @@ def moe(w, x, idx):
             x = jax_ep.combine(jnp.tanh(recv.x @ w), recv.handle)
     return x
 
-args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P("ep"))) for a in args[:2]]
 weights = jax.ShapeDtypeStruct((hidden, hidden), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-show(jax.jit(run(moe, (P(), P("ep"), P("ep")))), weights, *args)
+show(jax.jit(run(moe, (P(), P("ep"), P("ep")))), weights, *args[:2])
 """
 
 
@@ -165,8 +163,8 @@ def layout_and_hlo(request):
 def test_our_calls_and_no_collective(layout_and_hlo):
     """Forward: dispatch, combine; backward: one redispatch, one combine: the routing is not exchanged again."""
     _, hlo = layout_and_hlo
-    ours = re.findall(r'custom_call_target="(jax_ep_\w+)"', hlo)
-    assert sorted(ours) == ["jax_ep_combine", "jax_ep_combine", "jax_ep_dispatch", "jax_ep_redispatch"]
+    ours = re.findall(r'custom_call_target="jax_ep_(\w+)_graph"', hlo)
+    assert sorted(ours) == ["combine", "combine", "dispatch", "redispatch"] and hlo.count('target="jax_ep_') == 4
     assert not re.findall(r"\b(?:all-\w+|collective-\w+|reduce-scatter|ragged-\w+)", hlo)
 
 
@@ -186,7 +184,7 @@ def test_calls_of_a_scan_run_once(is_split):
     forward = (
         ["dispatch_start", "dispatch_done", "combine_start", "combine_done"] if is_split else ["dispatch", "combine"]
     )
-    ours = re.findall(r'custom_call_target="jax_ep_(\w+)"', hlo)
+    ours = re.findall(r'custom_call_target="jax_ep_(\w+)_graph"', hlo)
     assert sorted(ours) == sorted([*forward, "redispatch", "combine"])
 
 
@@ -197,17 +195,20 @@ def test_what_runs_between_start_and_done():
     entry = hlo[hlo.index("\nENTRY ") :]
     # Products are calls of cuBLAS or fusions of their own, as XLA likes.
     calls = re.findall(
-        r'^  %.*(?:custom_call_target="(?:jax_ep_|__)(\w+)|kind=kCustom, calls=%\S*?(gemm))', entry, re.M
+        r'^  %.*(?:custom_call_target="(?:jax_ep_|__)(\w+?)(?:_graph)?["$]|kind=kCustom, calls=%\S*?(gemm))',
+        entry,
+        re.M,
     )
     order = [re.sub("cublas.*", "gemm", name or product) for name, product in calls]
     expected = ["dispatch_start", *["gemm"] * 3, "dispatch_done", "combine_start", *["gemm"] * 3, "combine_done"]
     assert order == expected
 
 
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_what_xla_records(tmp_path, is_recorded):
+@pytest.mark.parametrize("wanted", [None, True, False], ids=["default", "recorded", "launched"])
+def test_what_xla_records(tmp_path, wanted):
     """All calls of both modes and the halves lie in one command buffer, or none; by XLA's own settings."""
-    hlo = compiled(f"IS_RECORDED = {is_recorded}" + GRAPHS, "expert", f"--xla_dump_to={tmp_path}")
+    is_recorded = wanted is not False
+    hlo = compiled(f"IS_RECORDED = {wanted}" + GRAPHS, "expert", f"--xla_dump_to={tmp_path}")
     assert len(re.findall(r'custom_call_target="jax_ep_\w+"', hlo)) == 8
     last = sorted(tmp_path.glob("*thunk_sequence*.txt"))[-1].read_text()  # "..._after_thunk_passes", if any changed it
     buffers = re.split(r"^\d+: (?=kCommandBuffer)", last, flags=re.M)[1:]

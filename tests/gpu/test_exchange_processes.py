@@ -43,6 +43,7 @@ class _Processes(ExchangeCases):
         self.config = dataclasses.replace(
             self.config,
             copies=request.config.getoption("--copies"),
+            command_buffers=ranks.command_buffers(request.config),
             put_delay_s=delay,
             node_chunk=3 if delay else None,
             transport=transport,
@@ -116,8 +117,8 @@ class TestOtherWays:
             cases.run(sizes, cases.routing(kind, sizes))
 
     def test_staged(self, request, layout):
-        copies = request.config.getoption("--copies")
-        staged = dataclasses.replace(ranks.CONFIG, staging="always", staging_bytes=16 << 10, copies=copies)
+        asked = dict(copies=request.config.getoption("--copies"), command_buffers=ranks.command_buffers(request.config))
+        staged = dataclasses.replace(ranks.CONFIG, staging="always", staging_bytes=16 << 10, **asked)
         before = jax_ep.debug.stats()["staged_calls"]
         self._run(request, layout, request.config.getoption("--implementation"), staged)
         if jax.device_count() > 1 and request.config.getoption("--implementation") == "cuda":

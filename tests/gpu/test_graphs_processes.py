@@ -134,6 +134,30 @@ def test_replays_follow_the_routing(implementation, how):
 
 
 @pytest.mark.parametrize("how", HOW)
+def test_buffers_that_move(implementation, how):
+    """XLA records anew what has moved: every result is kept, so each execution writes where none did before, and every
+    fourth also reads there. A replay of what was recorded for other addresses would leave its own result as it was, and
+    spoil an older one."""
+    arrays = _data()
+    data, steps = _place(arrays)
+    launched, recorded = (_program(how, implementation, r, (*data, steps[0])) for r in (False, True))
+    expected = [ranks.local(launched(*data, step)) for step in steps]
+    before, kept = _counts(), []
+    for call in range(24 if implementation == "cuda" else 2):
+        if call % 4 == 3:
+            data, steps = _place(arrays)
+            kept.append((data, None))  # the addresses that these had before are not free
+        kept.append((recorded(*data, steps[call % NUM_STEPS]), call % NUM_STEPS))
+    for out, step in kept:
+        if step is not None:
+            testing.same_bits(ranks.local(out), expected[step], f"step {step}")
+    addresses = {out.addressable_shards[0].data.unsafe_buffer_pointer() for out, step in kept if step is not None}
+    assert len(addresses) == sum(step is not None for _, step in kept)
+    assert implementation != "cuda" or (_counts() - before)[1] > 2 * NUM_LAYERS, "nothing was recorded anew"
+    jax_ep.check()
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_gradients_are_those_of_launched_calls(implementation, how):
     """Forward and backward pass in one command buffer, bit by bit."""
     data, steps = _place(_data())

@@ -87,4 +87,4 @@ def test_an_exported_program_in_another_job(run, request):
     status, reports, text, _ = run("read", 2)
     assert status == 0 and len(reports) == 2, text
     for facts in reports.values():
-        assert facts == {"right": True, "calls": 12 if is_ours else 0, "staged": 0}, text
+        assert facts == {"right": True, "calls": 4 if is_ours else 0, "staged": 0}, text

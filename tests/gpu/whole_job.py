@@ -21,7 +21,8 @@ WAY, FOLDER, IMPLEMENTATION, KERNELS = sys.argv[1], pathlib.Path(sys.argv[2]), s
 MODE, RANKS_PER_NODE = "latency" if KERNELS == "latency" else "throughput", 2 if KERNELS == "nodes" else None
 TIMEOUT_S = 1.0 if WAY == "killed" else 2.0
 NUM_TOKENS, NUM_TOPK, HIDDEN = 32, 2, 64
-TARGETS = [f"jax_ep_{op}{mode}" for op in ("dispatch", "redispatch", "combine") for mode in ("", "_latency")]
+SUFFIXES = ("", "_graph", "_latency", "_latency_graph")
+TARGETS = [f"jax_ep_{op}{suffix}" for op in ("dispatch", "redispatch", "combine") for suffix in SUFFIXES]
 me, num_ranks = jax.process_index(), jax.process_count()
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ep",))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ep"))
@@ -120,9 +121,11 @@ def read() -> None:
     args, expected = data()
     exported = jax.export.deserialize(bytearray((FOLDER / "program").read_bytes()))
     program = jax.jit(exported.call).lower(*args).compile()
-    right = [is_right(program(*args), 2 * expected) for _ in range(3)]
+    right = [is_right(program(*args), 2 * expected)]
+    calls = jax_ep.debug.stats()["calls"]  # XLA may record and replay those of later executions
+    right += [is_right(program(*args), 2 * expected) for _ in range(2)]
     jax_ep.check()
-    report(right=all(right), staged=jax_ep.debug.stats()["staged_calls"], calls=jax_ep.debug.stats()["calls"])
+    report(right=all(right), staged=jax_ep.debug.stats()["staged_calls"], calls=calls)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,9 @@ def lines(plan: Plan, say: Callable[[str], None]) -> list[dict]:
         return []
     entries = []
     for mode in plan.modes:
-        entry, problem = measure.attempt(partial(of_mode, mode, "cuda", plan.repeats, _entered_ns, plan.is_recorded))
+        entry, problem = measure.attempt(
+            partial(of_mode, mode, "cuda", plan.repeats, _entered_ns, bool(plan.is_recorded))
+        )
         entries.append({"mode": mode, "error": problem} if problem else entry | {"error": ""})
         say(format_entry(entries[-1]))
     return entries

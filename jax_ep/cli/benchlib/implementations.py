@@ -41,7 +41,7 @@ class JaxEp:
     implementation: str  # "cuda" | "xla"
     num_sms: int | None = None  # None: by the model of tuning.py
     mode: str = "throughput"
-    is_recorded: bool = False  # into command buffers, as XLA likes
+    is_recorded: bool | None = None  # into command buffers, as XLA likes; None: by Config's default
 
     def dispatch(self, x, idx, weights):
         return _received(jax_ep.dispatch(x, idx, weights, **self._settings))
@@ -247,7 +247,7 @@ def make(
     capacity: int,
     zero_tail: bool,
     mode: str = "throughput",
-    is_recorded: bool = False,
+    is_recorded: bool | None = None,
 ):
     """The implementation `name`; what follows `traffic` concerns ours only."""
     if name in OURS:

@@ -167,7 +167,7 @@ class Case:
     layout: str
     choice: str  # of the capacity
     mode: str = "throughput"
-    is_recorded: bool = False  # into command buffers
+    is_recorded: bool | None = None  # into command buffers
 
     @property
     def is_ours(self) -> bool:
@@ -370,7 +370,9 @@ def first_call(plan: Plan) -> dict:
     over = mesh()
     compile_, num_ranks = compiler(over), over.devices.size
     setting = Setting.of(plan.workloads[0], over)
-    case = Case(setting, plan.implementations[0], plan.layouts[0], plan.capacities[0], plan.modes[0], plan.is_recorded)
+    # Only launched calls say when they begin on the device; XLA would not record a dispatch and a combine alone anyway.
+    is_recorded = bool(plan.is_recorded)
+    case = Case(setting, plan.implementations[0], plan.layouts[0], plan.capacities[0], plan.modes[0], is_recorded)
     impl, args = case.implementation(), case.setting.args
     if case.is_ours and plan.num_sms:
         impl = dataclasses.replace(impl, num_sms=plan.num_sms[0])

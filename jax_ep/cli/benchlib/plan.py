@@ -24,7 +24,7 @@ class Plan:
     repeats: int
     ranks_per_device: int | None  # None: ask the platform (one per GPU, all on the CPU)
     is_split: bool  # start and done, too
-    is_recorded: bool  # Config.command_buffers
+    is_recorded: bool | None  # Config.command_buffers
     is_host_timed: bool
     is_first_call: bool
     suffix: str  # to the implementations' names: what is special about these processes

@@ -44,8 +44,8 @@ def run(plan: Plan) -> int:
     else:
         say(report.HEADER)
         result = save(measure.steady(plan, show, say))
-        if plan.is_recorded:
-            stats = jax_ep.debug.stats()
+        stats = jax_ep.debug.stats()
+        if plan.is_recorded or stats["recorded_calls"]:
             say(
                 f"command buffers: {stats['recorded_calls']} calls were recorded; the host launched {stats['calls']}, "
                 "first executions and programs too short to record among them; the rest was replayed"
