@@ -4,7 +4,9 @@
     python -m jax_ep bench --ranks 2 --implementation cuda --layout token --num-sms 4,8,12,16,24,32,48
     python -m jax_ep bench --ranks 1,2,4,8 --implementation cuda --layout token --png ranks.png
     python -m jax_ep bench --ranks 8 --implementation cuda --mode throughput,latency,auto --tokens 1,32,1024,8192
+    python -m jax_ep bench --ranks 8 --implementation cuda --layout token --ranks-per-node 4,2      # simulated nodes
     python -m jax_ep bench --ranks 8 --workload W1 --layout token --first-call 5
+    python -m jax_ep bench --ranks 2,4,8 --setup                    # what set-up takes, by phase
     python -m jax_ep bench --plot r2.json r8.json --png ranks.png
     python -m jax_ep bench --ranks 8 --workload W8        # a layer of jax_ep.nn, and where its time goes
 
@@ -27,7 +29,7 @@ import sys
 import tempfile
 
 from jax_ep.cli import launch
-from jax_ep.cli.benchlib import block_plan, plots
+from jax_ep.cli.benchlib import block_plan, plots, setup_time
 from jax_ep.cli.benchlib.plan import Plan
 from jax_ep.cli.benchlib.workloads import OPS, ROUTINGS, SENT, WORKLOADS, custom, with_tokens
 
@@ -38,6 +40,7 @@ DECOMPOSER_FLAG = "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=tru
 IMPLEMENTATIONS = ("cuda", "ragged", DECOMPOSED, "dense", "ring", "xla")
 LAYOUTS = ("expert", "token", "batched")
 MODES = ("throughput", "latency", "auto")
+TRANSPORTS = ("auto", "nvshmem")
 
 
 def _several(known):
@@ -79,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--num-sms", type=_numbers, default=(), help="SMs per rank; several: a sweep, with the default among them"
     )
+    what.add_argument(
+        "--ranks-per-node", type=_numbers, default=(), metavar="N", help="also over simulated nodes of N ranks each"
+    )
+    what.add_argument(
+        "--transport", type=_several(TRANSPORTS), default=TRANSPORTS[:1], help=f"between nodes: {', '.join(TRANSPORTS)}"
+    )
     what.add_argument("--split", action="store_true", help="also dispatch and combine as start and done")
     what.add_argument(
         "--command-buffers",
@@ -92,6 +101,14 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="instead: first call over steady, in N fresh starts of --ranks processes, or of one with all devices",
+    )
+    what.add_argument(
+        "--setup",
+        type=int,
+        nargs="?",
+        const=3,
+        metavar="N",
+        help="instead: set-up by phase, median of N fresh starts (default: 3) for each number of --ranks",
     )
     what.add_argument("--plot", nargs="+", metavar="JSON", help="instead: draw --png from the files of earlier runs")
     changes = parser.add_argument_group("changes to the first workload, which is then called custom")
@@ -136,6 +153,9 @@ def _plan(args: argparse.Namespace) -> Plan:
         is_recorded=args.command_buffers,
         is_host_timed=args.host,
         is_first_call=args.first_call is not None,
+        is_setup=args.setup is not None,
+        ranks_per_node=args.ranks_per_node,
+        transports=args.transport,
         suffix="",
         json_path=args.json,
         png_path=args.png,
@@ -158,9 +178,16 @@ def main(argv: list[str]) -> int:
     plan = _plan(args)
     if plan.num_calls < 2:
         parser.error("--calls must be at least 2: the time of a call is a difference between programs")
+    for option, starts in (("--first-call", args.first_call), ("--setup", args.setup)):
+        if starts is not None and starts < 1:
+            parser.error(f"{option}: got {starts} starts, expected at least 1")
+    if plan.is_setup:
+        if args.ranks is None or plan.is_first_call or len(plan.modes) > 1:
+            parser.error("--setup needs --ranks, and takes one --mode and no --first-call")
+        return _setups(plan, args)
     if plan.is_first_call:
-        if len(args.ranks or ()) > 1 or len(plan.modes) > 1:
-            parser.error("--first-call takes one number of --ranks and one --mode")
+        if max(map(len, (args.ranks or (), plan.modes, plan.ranks_per_node, plan.transports))) > 1:
+            parser.error("--first-call takes one number of --ranks, one --mode, one --ranks-per-node and --transport")
         how = launch.from_arguments(args)
         return _first_calls(*(_on(plan, args, args.ranks[0]) if args.ranks else (plan, how)), args.first_call)
     if args.ranks is None:
@@ -184,7 +211,10 @@ def _block(plan: block_plan.BlockPlan, args: argparse.Namespace) -> int:
 def _results(path: str) -> list[dict]:
     """Results in a file of `--json`: one, or one per number of ranks."""
     content = json.loads(pathlib.Path(path).read_text())
-    return content.get("runs", [content])
+    results = content.get("runs", [content])
+    if not all("rows" in result for result in results):
+        raise SystemExit(f"--plot: {path} has no table of times; expected what --json writes of one")
+    return results
 
 
 def _on(plan: Plan, args: argparse.Namespace, ranks: int) -> tuple[Plan, launch.Launch]:
@@ -277,6 +307,32 @@ def _first_calls(plan: Plan, how: launch.Launch, starts: int) -> int:
     if plan.json_path:
         pathlib.Path(plan.json_path).write_text(json.dumps({"median_ratio": medians, "starts": runs}, indent=1))
     return 0
+
+
+def _setups(plan: Plan, args: argparse.Namespace) -> int:
+    """Set-up by phase of each number of ranks, on one node and on several; what fails leaves the others standing."""
+    columns, everything, status = [], [], 0
+    for ranks in args.ranks:
+        here, how = _on(plan, args, ranks)
+        for per_node, transport in plan.nodes(ranks):
+            nodes = () if per_node is None else (per_node,)
+            part = dataclasses.replace(here, ranks_per_node=nodes, transports=(transport,))
+            runs = []
+            for _ in range(args.setup):
+                run, code = _measured(part, how)
+                if code or not run:
+                    status = status or code or 1
+                    break  # the next start of the same would fail alike
+                runs.append(run)
+                print(setup_time.format_start(run), flush=True)
+            if runs:
+                columns.append(setup_time.median(runs))
+                everything.append({"median": columns[-1], "starts": runs})
+            if everything and args.json:  # a run that is cut short leaves what it has
+                pathlib.Path(args.json).write_text(json.dumps({"setup": everything}, indent=1))
+    if columns:
+        print("\n".join([*setup_time.table(columns), *setup_time.growth(columns)]))
+    return status
 
 
 def _describe(run: dict, key: str) -> str:

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 
 LAYOUTS = ("expert", "batched")
 _OURS = ("cuda", "xla")
+# Options of the other workloads alone.
+_NOT_FOR_BLOCKS = (
+    *("first_call", "setup", "routing", "sent", "op", "mode", "split", "ranks_per_node", "transport"),
+    *("command_buffers", "host"),
+)
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,7 @@ def plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> BlockPlan
     """The plan that options of the bench stand for; those that do not fit end the command."""
     name = args.workload[0]
     several = [option for option in ("workload", "ranks", "tokens", "num_sms") if len(getattr(args, option) or ()) > 1]
-    others = [
-        option
-        for option in ("first_call", "routing", "sent", "op", "mode", "split", "command_buffers", "host")
-        if getattr(args, option) != parser.get_default(option)
-    ]
+    others = [option for option in _NOT_FOR_BLOCKS if getattr(args, option) != parser.get_default(option)]
     if several or others:
         spelt = ", ".join("--" + option.replace("_", "-") for option in several + others)
         parser.error(f"{', '.join(BLOCKS)}: got {spelt}, expected at most one of each of its own options")

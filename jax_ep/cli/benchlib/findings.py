@@ -1,4 +1,4 @@
-"""What follows from several rows of the table: skew, empty peers, the default number of SMs, "auto"."""
+"""What follows from several rows of the table: skew, empty peers, the default number of SMs, "auto", nodes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from collections.abc import Iterator
 def notes(rows: list[dict]) -> list[str]:
     """Sentences for the end of the table; adds "per_byte_of_uniform" and "empty_peer_us" to the rows that have them."""
     good = [row for row in rows if not row["error"]]
-    return [*_default_sms(good), *_skew(good), *_empty_peers(good), *_auto(good)]
+    return [*_default_sms(good), *_skew(good), *_empty_peers(good), *_auto(good), *_nodes(good)]
+
+
+def nodes(row: dict) -> str:
+    """Two nodes of four ranks are "2x4", one node is "", as are files from before there were any."""
+    per_node = row.get("ranks_per_node")
+    if per_node is None:
+        return ""
+    transport = "" if row["transport"] == "auto" else f" {row['transport']}"
+    return f"{-(-row['num_ranks'] // per_node)}x{per_node}{transport}"
 
 
 def _label(row: dict, mode: str | None = None) -> str:
     """`mode`: what to say instead of the row's."""
     mode = row["mode"] if mode is None else mode
-    words = (row["workload"], row["implementation"], row["layout"], row["capacity"], mode, row["op"])
+    words = (row["workload"], nodes(row), row["implementation"], row["layout"], row["capacity"], mode, row["op"])
     return " ".join(filter(None, words))
 
 
@@ -43,6 +52,7 @@ def _alike(row: dict) -> tuple:
         row["mode"],
         row["op"],
         row["num_sms"],
+        nodes(row),
         *shape.items(),
     )
 
@@ -92,3 +102,28 @@ def _auto(rows: list[dict]) -> Iterator[str]:
             )
     if worst:
         yield f"auto ÷ better mode: at most {worst:.2f}"
+
+
+def _nodes(rows: list[dict]) -> Iterator[str]:
+    """Time over several nodes over that on one, with as many SMs (the carrier's come on top), or both by default.
+
+    By default both take what the GPU has for a rank, so a call over nodes has its carrier's fewer to move rows with.
+    """
+
+    def key(row: dict) -> tuple:
+        words = (row[k] for k in ("workload", "implementation", "layout", "capacity", "mode", "op", "num_ranks"))
+        return (*words, "default" if row["is_default"] else row["num_sms"])
+
+    one_node = {key(row): row for row in rows if not nodes(row)}
+    worst = 0.0
+    for row in rows:
+        one = one_node.get(key(row))
+        if nodes(row) and one is not None:
+            row["over_one_node"] = row["us"] / one["us"]
+            worst = max(worst, row["over_one_node"])
+            yield (
+                f"{_label(row)}: {row['us']:.0f} us over {nodes(row)}, {one['us']:.0f} us on one node, "
+                f"ratio {row['over_one_node']:.2f}"
+            )
+    if worst:
+        yield f"several nodes ÷ one: at most {worst:.2f}"

@@ -42,6 +42,8 @@ class JaxEp:
     num_sms: int | None = None  # None: by the model of tuning.py
     mode: str = "throughput"
     is_recorded: bool | None = None  # into command buffers, as XLA likes; None: by Config's default
+    ranks_per_node: int | None = None  # None: one node
+    transport: str = "auto"  # between nodes
 
     def dispatch(self, x, idx, weights):
         return _received(jax_ep.dispatch(x, idx, weights, **self._settings))
@@ -94,7 +96,12 @@ class JaxEp:
 
     @property
     def _config(self) -> jax_ep.Config:
-        return jax_ep.Config(num_sms=self.num_sms, command_buffers=self.is_recorded)
+        return jax_ep.Config(
+            num_sms=self.num_sms,
+            command_buffers=self.is_recorded,
+            ranks_per_node=self.ranks_per_node,
+            transport=self.transport,
+        )
 
     def _planned(self, handle):
         """The handle for calls with this object's SMs, whatever those were that made it."""
@@ -239,19 +246,10 @@ def choices(platform: str) -> tuple[str, ...]:
     return ("cuda", "ragged", "dense", "ring", "xla") if platform == "gpu" else ("xla", "dense", "ring")
 
 
-def make(
-    name: str,
-    workload: Workload,
-    traffic: Traffic,
-    layout: str,
-    capacity: int,
-    zero_tail: bool,
-    mode: str = "throughput",
-    is_recorded: bool | None = None,
-):
-    """The implementation `name`; what follows `traffic` concerns ours only."""
+def make(name: str, workload: Workload, traffic: Traffic, layout: str, capacity: int, zero_tail: bool, **ours):
+    """The implementation `name`; what follows `traffic` concerns ours only. `ours`: further fields of `JaxEp`."""
     if name in OURS:
-        return JaxEp(workload, layout, capacity, zero_tail, name, mode=mode, is_recorded=is_recorded)
+        return JaxEp(workload, layout, capacity, zero_tail, name, **ours)
     base = _baseline(name, workload, traffic)
     return base if workload.sent == "rows" else Fp8Rows(workload, base)
 

@@ -168,6 +168,8 @@ class Case:
     choice: str  # of the capacity
     mode: str = "throughput"
     is_recorded: bool | None = None  # into command buffers
+    ranks_per_node: int | None = None  # of simulated nodes; None: one node
+    transport: str = "auto"
 
     @property
     def is_ours(self) -> bool:
@@ -197,9 +199,17 @@ class Case:
             self.layout,
             self.capacity,
             has_tail,
-            self.mode,
-            self.is_recorded,
+            mode=self.mode,
+            is_recorded=self.is_recorded,
+            ranks_per_node=self.ranks_per_node,
+            transport=self.transport,
         )
+
+    @staticmethod
+    def first(plan: Plan, setting: Setting) -> Case:
+        """Of each of the plan's choices the first; several nodes where the plan has any."""
+        choice = plan.implementations[0], plan.layouts[0], plan.capacities[0], plan.modes[0]
+        return Case(setting, *choice, plan.is_recorded, *plan.nodes(setting.traffic.num_ranks)[:2][-1])
 
 
 def attempt(fn):
@@ -249,7 +259,7 @@ def steady(plan: Plan, show: Callable[[dict], None], say: Callable[[str], None])
 
 
 def _cases(plan: Plan, setting: Setting) -> Iterator[Case]:
-    """Layouts, capacities and modes are ours only."""
+    """Layouts, capacities, modes and nodes are ours only; the kernels have no latency mode over several nodes."""
     settings = [setting]
     if setting.workload.routing == "alone" and setting.over.devices.size > 1:
         settings.append(setting.of_one())
@@ -262,6 +272,9 @@ def _cases(plan: Plan, setting: Setting) -> Iterator[Case]:
                         Case(s, name, layout, choice, mode, plan.is_recorded)
                         for s in (settings if name in OURS else settings[:1])
                     )
+                    for nodes in plan.nodes(setting.traffic.num_ranks)[1:]:
+                        if name in OURS and mode != "latency":
+                            yield Case(setting, name, layout, choice, mode, plan.is_recorded, *nodes)
 
 
 def _case_rows(plan: Plan, machine: Machine, case: Case, full: Setting) -> Iterator[dict]:
@@ -269,18 +282,22 @@ def _case_rows(plan: Plan, machine: Machine, case: Case, full: Setting) -> Itera
     setting = case.setting
     workload, compile_ = setting.workload, compiler(setting.over)
     impl = case.implementation()
-    is_split = case.is_ours and plan.is_split and case.mode == plan.modes[0]  # halves do not depend on the mode
+    # Halves do not depend on the mode, and the kernels have none over several nodes.
+    is_split = case.is_ours and plan.is_split and case.mode == plan.modes[0] and case.ranks_per_node is None
     ready, problem = None, _too_large(case) if case.is_ours else ""
     if not problem:
         ready, problem = attempt(partial(prepare, impl, compile_, setting.args, is_split))
     for op, step, operands, num_linked in _steps(plan, impl, setting.args, ready, is_split):
         mode = chosen_mode(case, op, compile_, partial(step, impl), None if problem else operands)
-        default, most = default_num_sms(full, case.layout, op, mode) if case.name == "cuda" else (None, None)
+        default = most = node_sms = None
+        if case.name == "cuda":
+            default, most, node_sms = default_num_sms(full, case.layout, op, mode, case.ranks_per_node is not None)
         for num_sms in sms_values(plan.num_sms, default, most) if case.is_ours else (None,):
             row = {"workload": workload.name, "implementation": case.name + plan.suffix, "op": op}
             row |= {"num_ranks": setting.traffic.num_ranks, "of": dataclasses.asdict(workload)}
             row |= {"layout": case.layout, "capacity": case.choice} if case.is_ours else {"layout": "", "capacity": ""}
             row |= {"mode": "latency" if is_half(op) else case.mode, "chosen_mode": mode}
+            row |= {"ranks_per_node": case.ranks_per_node, "transport": case.transport, "node_sms": node_sms}
             row |= {"capacity_rows": case.capacity if case.is_ours else None}
             row |= {"num_sms": num_sms, "is_default": num_sms is not None and num_sms == default}
             trouble = problem
@@ -332,18 +349,20 @@ def _steps(plan: Plan, impl, args, ready, is_split: bool = False) -> list[tuple]
     return [step for step in steps if step[0].split()[0] in plan.ops]
 
 
-def default_num_sms(setting: Setting, layout: str, op: str, mode: str) -> tuple[int | None, int | None]:
-    """What a CUDA call without `num_sms` takes (see tuning.py), and the most that it could; None: not known.
+def default_num_sms(
+    setting: Setting, layout: str, op: str, mode: str, is_over_nodes: bool = False
+) -> tuple[int | None, int | None, int | None]:
+    """SMs of a CUDA call (see tuning.py): without `num_sms`, at most, and of its carrier if it is over several nodes.
 
-    `mode` is what the call takes: not "auto".
+    None: not known, or no carrier. `mode` is what the call takes: not "auto".
     """
     placement = bootstrap.placement(group.mesh_groups(setting.over, AXIS))
     if placement is None:
-        return None, None
+        return None, None, None
     workload, num_ranks = setting.workload, setting.traffic.num_ranks
     if mode == "latency":
         chosen = tuning.latency_num_sms(placement, num_ranks=num_ranks, num_tokens=workload.num_tokens)
-        return chosen, placement.max_num_sms
+        return chosen, placement.max_num_sms, None
     chosen = tuning.default_num_sms(
         placement,
         op=op.split()[0].replace("again", "dispatch"),
@@ -354,7 +373,11 @@ def default_num_sms(setting: Setting, layout: str, op: str, mode: str) -> tuple[
         num_tokens=workload.num_tokens,
         row_bytes=workload.row_bytes if op.startswith("combine") else workload.crossing_bytes(op),
     )
-    return chosen, placement.max_num_sms
+    if not is_over_nodes:
+        return chosen, placement.max_num_sms, None
+    carriers = tuning.node_sms(placement, None)
+    most = min(placement.max_num_sms - carriers, tuning.NODE_MOST_BLOCKS)
+    return tuning.node_num_sms(placement, chosen, carriers), most, carriers
 
 
 def sms_values(asked: tuple[int, ...], default: int | None, most: int | None) -> list[int | None]:
@@ -365,24 +388,30 @@ def sms_values(asked: tuple[int, ...], default: int | None, most: int | None) ->
     return sorted(fit | ({default} - {None})) or [None]
 
 
+def exchange_of(impl) -> Callable:
+    """A dispatch and its combine in one new function of x, topk_idx and topk_weights."""
+
+    def exchange(x, idx, weights):
+        rows, state = impl.dispatch(x, idx, weights)
+        if impl.workload.sent != "rows":
+            rows = impl.expert(rows, state)
+        return impl.combine(rows, state)
+
+    return exchange
+
+
 def first_call(plan: Plan) -> dict:
     """First call against steady calls of one freshly compiled program, ours and a control, in this process."""
     over = mesh()
     compile_, num_ranks = compiler(over), over.devices.size
     setting = Setting.of(plan.workloads[0], over)
     # Only launched calls say when they begin on the device; XLA would not record a dispatch and a combine alone anyway.
-    is_recorded = bool(plan.is_recorded)
-    case = Case(setting, plan.implementations[0], plan.layouts[0], plan.capacities[0], plan.modes[0], is_recorded)
+    case = Case.first(dataclasses.replace(plan, is_recorded=bool(plan.is_recorded)), setting)
     impl, args = case.implementation(), case.setting.args
     if case.is_ours and plan.num_sms:
         impl = dataclasses.replace(impl, num_sms=plan.num_sms[0])
     jax.block_until_ready(args)
-
-    def ours(x, idx, weights):
-        rows, state = impl.dispatch(x, idx, weights)
-        if impl.workload.sent != "rows":
-            rows = impl.expert(rows, state)
-        return impl.combine(rows, state)
+    ours = exchange_of(impl)
 
     def control(x, idx, weights):
         x = jax.tree.leaves(x)[0].astype(impl.workload.dtype)
@@ -391,6 +420,7 @@ def first_call(plan: Plan) -> dict:
 
     result = {"workload": impl.workload.name, "implementation": case.name, "layout": case.layout}
     result |= {"mode": case.mode, "num_ranks": num_ranks}
+    result |= {"ranks_per_node": case.ranks_per_node, "transport": case.transport}
     times = {}
     for key, fn in (("ours", ours), ("control", control)):  # ours first: nothing has warmed the device for it
         entered_ns = int if key == "control" else lambda: jax_ep.debug.stats()["dispatch_entered_ns"]

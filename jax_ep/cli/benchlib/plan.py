@@ -27,9 +27,17 @@ class Plan:
     is_recorded: bool | None  # Config.command_buffers
     is_host_timed: bool
     is_first_call: bool
+    is_setup: bool  # what set-up takes in one fresh start
+    ranks_per_node: tuple[int, ...]  # simulated nodes to measure beside one node; (): one node only
+    transports: tuple[str, ...]  # Config.transport, between these nodes
     suffix: str  # to the implementations' names: what is special about these processes
     json_path: str | None
     png_path: str | None
+
+    def nodes(self, num_ranks: int) -> list[tuple[int | None, str]]:
+        """What to measure of `num_ranks` ranks: one node first, then (ranks per node, transport) of several."""
+        several = [(n, how) for n in self.ranks_per_node if n < num_ranks for how in self.transports]
+        return [(None, "auto"), *several]
 
     def to_json(self) -> str:
         """One word for a command line."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from jax_ep.cli.benchlib.findings import nodes
+
 BLUE, RED = "#4477aa", "#cc3311"
 LEAST_POINTS = {"tokens": 3, "ranks": 2}  # of a curve against these; with fewer, bars say more
 LOG_FROM = 30  # largest time over smallest
@@ -26,9 +28,9 @@ def draw(results: list[dict], path: str) -> None:
         (over, fixed, curves) for over, least in LEAST_POINTS.items() for fixed, curves in points(rows, over, least)
     ]
     figure = _curves(plt, rows, panels) if panels else _bars(plt, rows)
-    first = results[0]
-    ranks = ", ".join(str(r) for r in dict.fromkeys(result["num_ranks"] for result in results))
-    figure.suptitle(f"{first['device']}, R = {ranks}, jax {first['jax']}", fontsize=10)
+    ranks = ", ".join(str(r) for r in sorted({result["num_ranks"] for result in results}))
+    devices, versions = (" and ".join(dict.fromkeys(result[key] for result in results)) for key in ("device", "jax"))
+    figure.suptitle(f"{devices}, R = {ranks}, jax {versions}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -83,9 +85,16 @@ def _mode(row: dict, has_modes: bool) -> str:
     return row.get("mode", "throughput") if has_modes and not row["op"].endswith(" split") else ""
 
 
+def _nodes_of(row: dict) -> str:
+    """By the ranks of a node, which a curve against ranks keeps; "" on one."""
+    _, _, transport = nodes(row).partition(" ")
+    return " ".join(filter(None, (f"nodes of {row['ranks_per_node']}", transport))) if nodes(row) else ""
+
+
 def _bar_label(row: dict, has_modes: bool) -> str:
-    sms = f"{row['num_sms']} SMs" if row["num_sms"] else ""
-    words = (row["implementation"], row["layout"], row["capacity"], _mode(row, has_modes), sms)
+    carriers = f" + {row['node_sms']}" if row.get("node_sms") else ""
+    sms = f"{row['num_sms']}{carriers} SMs" if row["num_sms"] else ""
+    words = (row["implementation"], row["layout"], row["capacity"], nodes(row), _mode(row, has_modes), sms)
     return " ".join(filter(None, words))
 
 
@@ -104,6 +113,7 @@ def points(rows: list[dict], over: str, least: int) -> list[tuple[str, dict]]:
         if over == "ranks":
             x, fixed = row["num_ranks"], f"{of['num_tokens']} tokens"
         kind = [
+            _nodes_of(row),
             _mode(row, has_modes),
             "" if of["routing"] == "uniform" else of["routing"],
             "" if of["sent"] == "rows" else f"FP8 {of['sent']}",
@@ -134,6 +144,10 @@ def _curves(plt, rows: list[dict], panels: list[tuple[str, str, dict]]):
             for colour, (label, curve) in enumerate(here.items()):
                 xs, us, limits = zip(*curve, strict=True)
                 style = {"color": COLOURS[colour % len(COLOURS)], "markersize": 4}
+                if "auto" in label.split():  # lies on one of the other modes: rings, under which that can be seen
+                    rings = style | {"markersize": 9, "markerfacecolor": "none"}
+                    axis.plot(xs, us, marker="o", linestyle="", label=label, **rings)
+                    continue
                 axis.plot(xs, us, marker="o", label=label, **style)
                 if all(limits):
                     axis.plot(xs, limits, linestyle="--", linewidth=1, **style)

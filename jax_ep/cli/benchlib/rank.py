@@ -10,7 +10,7 @@ import sys
 import jax
 
 import jax_ep
-from jax_ep.cli.benchlib import host, implementations, measure, plots, report
+from jax_ep.cli.benchlib import host, implementations, measure, plots, report, setup_time
 from jax_ep.cli.benchlib.plan import Plan
 
 
@@ -39,7 +39,9 @@ def run(plan: Plan) -> int:
         save(measured)  # a run that is cut short leaves what it has
 
     environment = report.environment()
-    if plan.is_first_call:
+    if plan.is_setup:
+        save(setup_time.run(plan))
+    elif plan.is_first_call:
         result = save(measure.first_call(plan))
     else:
         say(report.HEADER)

@@ -9,9 +9,10 @@ import jax
 import jaxlib
 
 import jax_ep
+from jax_ep.cli.benchlib import findings
 
 HEADER = (
-    f"{'workload':<14}{'implementation':<18}{'layout':<9}{'capacity':<10}{'mode':<17}{'op':<15}{'SMs':>5}"
+    f"{'workload':<14}{'nodes':<13}{'implementation':<18}{'layout':<9}{'capacity':<10}{'mode':<17}{'op':<15}{'SMs':>5}"
     f"{'us':>10}{'wire GB/s':>11}{'limit us':>10}{'% limit':>9}"
 )
 
@@ -31,15 +32,17 @@ def environment() -> dict:
 
 
 def format_row(row: dict) -> str:
-    """One line of the table. "12*" SMs: what the call takes by default.
+    """One line of the table. "12*" SMs: what the call takes by default; "12+4": and four for the carrier.
 
     "auto=latency": what "auto" became. A group of one among several: "name/1".
     """
     name = row["workload"] + ("/1" if row["num_ranks"] < jax.device_count() else "")
-    sms = "" if row["num_sms"] is None else f"{row['num_sms']}{'*' if row['is_default'] else ''}"
+    carriers = f"+{row['node_sms']}" if row.get("node_sms") else ""
+    sms = "" if row["num_sms"] is None else f"{row['num_sms']}{carriers}{'*' if row['is_default'] else ''}"
     mode = row["mode"] + (f"={row['chosen_mode']}" if row["mode"] == "auto" != row["chosen_mode"] else "")
     start = (
-        f"{name:<14}{row['implementation']:<18}{row['layout']:<9}{row['capacity']:<10}{mode:<17}{row['op']:<15}{sms:>5}"
+        f"{name:<14}{findings.nodes(row):<13}{row['implementation']:<18}{row['layout']:<9}{row['capacity']:<10}"
+        f"{mode:<17}{row['op']:<15}{sms:>5}"
     )
     if row["error"]:
         return f"{start}  {row['error']}"
