@@ -155,13 +155,16 @@ def several(scripts, monkeypatch):
 
 
 def test_everything_about_several_gpus_is_bounded(several, tmp_path):
-    """Nine minutes in all, six for correctness; a section ends with steps of its own; every command's bounds hold."""
-    assert sum(several.SECTIONS.values()) <= 540 and several.SECTIONS["correctness"] <= 360
+    """Ten minutes in all, six for correctness; a section ends with steps of its own; every command's bounds hold."""
+    assert sum(several.SECTIONS.values()) <= 600 and several.SECTIONS["correctness"] <= 360
     for gpus in (2, 4):
         plan = several.plan(gpus, tmp_path)
         assert list(dict.fromkeys(several.section(step) for step in plan)) == list(several.SECTIONS)
         assert len({step.name for step in plan}) == len(plan)
-        assert [s.ranks for s in plan if isinstance(s, several.run.Stage)] == [None, gpus, 2 * gpus, 4 * gpus, gpus]
+        assert [s.ranks for s in plan if isinstance(s, several.run.Stage)] == [
+            *(None, gpus, 2 * gpus, 4 * gpus),
+            *(gpus, None),  # latency mode
+        ]
         for step in plan:
             assert step.limit_s <= several.SECTIONS[several.section(step)]
             if isinstance(step, several.Command) and "--timeout" in step.words:
@@ -176,7 +179,10 @@ def test_commands_about_several_gpus_are_understood(several, tmp_path):
     named = {(workload, name) for args in parsed for workload in args.workload for name in args.implementation}
     assert {(w, i) for w in ("W1", "W3", "W1f", "W2") for i in ("cuda", "ragged-decomposed", "dense", "ring")} <= named
     assert {("W1", "ragged"), *((f"W6-{r}", "cuda") for r in ("one", "zipf", "half", "alone"))} <= named
-    assert [args.ranks for args in parsed if args.first_call] == [(2,), None]
+    assert [(args.ranks, args.mode) for args in parsed if args.first_call] == [
+        *((ranks, (mode,)) for mode in ("latency", "throughput") for ranks in ((2,), None))
+    ]
+    assert {"auto", "latency", "throughput"} in [set(args.mode) for args in parsed]
     assert any({4, 48} <= set(args.num_sms) for args in parsed)
     for args in parsed:
         is_block = args.workload == ("W8",)
@@ -224,9 +230,9 @@ def test_several_gpus_outcomes(several, tmp_path, capsys):
     assert several.run_all(steps, tmp_path, 540) == 1
     lines = capsys.readouterr().out.splitlines()
     states = {
-        line[:30].strip(): line[30:].split()
+        line[:34].strip(): line[34:].split()
         for line in lines
-        if line[30:40].strip() in ("passed", "FAILED", "TIME-OUT")
+        if line[34:44].strip() in ("passed", "FAILED", "TIME-OUT")
     }
     assert {name: words[0] for name, words in states.items()} == {
         "speed, good": "passed",

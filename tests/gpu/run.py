@@ -104,6 +104,8 @@ def stages(cache: str) -> list[Stage]:
     # TF32 products, XLA's default for f32, turn a last bit that differs into one of 2^-11, which changes routings.
     exact = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     plan += [Stage("R=8 training", 8, 240, ("test_training_processes.py",), exact)]
+    multihost = ("-s", "test_multihost_processes.py")
+    plan += [Stage("R=8 example multihost", None, 90, multihost, NO_XLA | exact)]
     # The slots of latency mode, 16 GiB a rank there, lie outside XLA's pool.
     plan += [Stage("R=2 large", 2, 180, ("test_large_processes.py",), {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.25"})]
     # Every launch waits for its kernel, and all code is loaded when the process starts.

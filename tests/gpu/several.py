@@ -1,10 +1,11 @@
-"""What several GPUs of one host are needed for: `python tests/gpu/several.py --logs gpu-logs` (nine minutes on two).
+"""What several GPUs of one host are needed for: `python tests/gpu/several.py --logs gpu-logs` (ten minutes on two).
 
 Sections, each with its own share of the time; what one leaves over goes to the next. `--only speed` runs one.
 
     correctness  one process with all N GPUs, N processes, 2N and 4N of them under MPS: cases against the oracle,
-                 1000 calls with random delays, forced staging, latency mode
+                 1000 calls with random delays, forced staging, latency mode in N processes and in one
     speed        all implementations on W1, W3, W1f, W2; skewed routings; a sweep of SMs; layouts
+    modes        "auto" over the better mode on both sides of where it changes over; the first call of latency mode
     first call   over steady calls, in fresh starts of N processes and of one
     training     50 steps against one GPU's losses, step by step; W8
 
@@ -28,8 +29,8 @@ import run
 
 from jax_ep.cli import launch
 
-# Seconds of a section when all are run; 540 together.
-SECTIONS = {"correctness": 200, "speed": 170, "first call": 75, "training": 95}
+# Seconds of a section when all are run; 600 together.
+SECTIONS = {"correctness": 200, "speed": 170, "modes": 60, "first call": 75, "training": 95}
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
 TOLERANCE = 0.02  # of a step's loss
 NUM_STEPS = 50
@@ -61,7 +62,9 @@ def correctness(num_gpus: int) -> list[run.Stage]:
         tests = (exchange, programs, "-k", f"{these} or 1000_are or recorded")
         plan += [run.Stage(f"correctness, {ranks} ranks", ranks, limit_s, tests, alone)]
     latency = (exchange, "--mode", "latency", "-k", "test_routings or recorded")
-    return [*plan, run.Stage("correctness, latency", num_gpus, 50, latency)]
+    plan += [run.Stage("correctness, latency", num_gpus, 50, latency)]
+    latency = ("test_exchange_devices.py", "--mode", "latency", "-k", "test_routings or test_quantised")
+    return [*plan, run.Stage("correctness, one process latency", None, 50, latency)]
 
 
 def _bench(name: str, limit_s: float, logs: pathlib.Path, options: str) -> Command:
@@ -84,6 +87,17 @@ def speed(num_gpus: int, logs: pathlib.Path) -> list[Command]:
         _bench("speed, layouts", 35, logs, f"{start} 32 --workload W1 --layout expert,batched --implementation cuda"),
         _bench("speed, ragged", 30, logs, f"{start} 27 --workload W1,W6-one --op dispatch,combine "
                "--implementation ragged"),
+    ]  # fmt: skip
+
+
+def modes(num_gpus: int, logs: pathlib.Path) -> list[Command]:
+    """Two numbers of tokens: "auto" takes latency mode for the smaller one. A picture of more is in performance.md."""
+    latency = "--workload W2 --layout token --mode latency --implementation cuda --first-call"
+    return [
+        _bench("modes, auto", 45, logs, f"--ranks {num_gpus} --quick --timeout 42 --mode throughput,latency,auto "
+               "--tokens 128,512 --layout token --op dispatch,combine --implementation cuda"),
+        _bench("modes, first call", 30, logs, f"--ranks {num_gpus} {latency} 2 --timeout 20"),
+        _bench("modes, first call of one process", 25, logs, f"{latency} 1 --timeout 20"),
     ]  # fmt: skip
 
 
@@ -122,7 +136,8 @@ def training(num_gpus: int, logs: pathlib.Path) -> list[Command]:
 def plan(num_gpus: int, logs: pathlib.Path) -> list[run.Stage | Command]:
     """All steps, section by section."""
     return [
-        *correctness(num_gpus), *speed(num_gpus, logs), *first_call(num_gpus, logs), *training(num_gpus, logs)
+        *correctness(num_gpus), *speed(num_gpus, logs), *modes(num_gpus, logs), *first_call(num_gpus, logs),
+        *training(num_gpus, logs),
     ]  # fmt: skip
 
 
@@ -187,7 +202,7 @@ def run_all(steps: list[run.Stage | Command], logs: pathlib.Path, limit_s: float
     start, bad = time.monotonic(), []
 
     def show(name: str, outcome: run.Outcome) -> None:
-        print(f"{name:<30}{outcome.state:<10}{outcome.seconds:>6.1f} s  {outcome.note[:200]}", flush=True)
+        print(f"{name:<34}{outcome.state:<10}{outcome.seconds:>6.1f} s  {outcome.note[:200]}", flush=True)
         bad.extend([name] if outcome.state != "passed" else [])
 
     wanted = list(dict.fromkeys(section(step) for step in steps))
