@@ -236,9 +236,10 @@ def test_decode_a_checkpoint_over_processes(trained, tmp_path):
     out, *_ = trained
     model = "--hidden 32 --ffn 32 --layers 1 --requests 4 --new-tokens 4".split()
     launch = ["-m", "jax_ep", "launch", "--ranks", 2, "--platform", "cpu", EXAMPLES / "decode.py"]
-    text = run(*launch, *model, "--checkpoint", out)
+    text = run(*launch, *model, "--checkpoint", out, "--compare")  # as docs/performance.md has it
     assert "weights are new" not in text and "2 devices (cpu), mesh data 1 x expert 2" in text
-    assert text.count("0 compiled after that") == 1 and "request 0:" in text
+    assert text.count("0 compiled after that") == 3 and "request 0:" in text
+    assert len(re.findall(r"│ (?:latency mode|throughput mode|XLA collectives) .* (\d) of \1 │", text)) == 3
     process = start(EXAMPLES / "decode.py", *model, "--checkpoint", tmp_path)
     _, error = process.communicate(timeout=600)
     assert process.returncode == 1 and "train with train_moe.py first" in error

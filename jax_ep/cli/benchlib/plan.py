@@ -35,8 +35,11 @@ class Plan:
     png_path: str | None
 
     def nodes(self, num_ranks: int) -> list[tuple[int | None, str]]:
-        """What to measure of `num_ranks` ranks: one node first, then (ranks per node, transport) of several."""
-        several = [(n, how) for n in self.ranks_per_node if n < num_ranks for how in self.transports]
+        """What to measure of `num_ranks` ranks: one node first, then (ranks per node, transport) of several.
+
+        One transport after the other: one that fails takes nothing away from those before it.
+        """
+        several = [(n, how) for how in self.transports for n in self.ranks_per_node if n < num_ranks]
         return [(None, "auto"), *several]
 
     def to_json(self) -> str:
