@@ -27,23 +27,20 @@ def _over(us, per_node, transport="auto", **row):
 
 
 def test_nodes_are_cases_beside_one_node(four_ranks):
-    """Ours only, not in latency mode, and only where a node has fewer ranks than the group."""
+    """Ours only, and only where a node has fewer ranks than the group."""
     plan = dataclasses.replace(PLAN, implementations=("xla", "ring"), capacities=("demand",), ranks_per_node=(2, 4, 8))
     assert plan.nodes(4) == [(None, "auto"), (2, "auto"), (2, "nvshmem")]
     cases = [*measure._cases(plan, measure.Setting.of(TINY, four_ranks))]
     assert [(case.name, case.mode, case.ranks_per_node, case.transport) for case in cases] == [
-        ("xla", "latency", None, "auto"),
-        ("xla", "throughput", None, "auto"),
-        ("xla", "throughput", 2, "auto"),
-        ("xla", "throughput", 2, "nvshmem"),
+        *(("xla", mode, *nodes) for mode in ("latency", "throughput") for nodes in plan.nodes(4)),
         ("ring", "", None, "auto"),
     ]
-    configs = [case.implementation()._config for case in cases[:4]]
-    assert [(c.ranks_per_node, c.transport) for c in configs] == [(None, "auto")] * 2 + [(2, "auto"), (2, "nvshmem")]
+    configs = [case.implementation()._config for case in cases[:3]]
+    assert [(c.ranks_per_node, c.transport) for c in configs] == plan.nodes(4)
     # A row of the table says it; halves, which the kernels do not have over nodes, are measured on one only.
     plan = dataclasses.replace(plan, modes=("throughput",), num_sms=(), num_calls=2, is_split=True, ops=("combine",))
     machine, setting = measure.Machine(copy_gb_s=1.0, link_gb_s=None), cases[0].setting
-    of = [[*measure._case_rows(plan, machine, case, setting)] for case in cases[1:3]]
+    of = [[*measure._case_rows(plan, machine, case, setting)] for case in cases[3:5]]
     assert [[(row["op"], findings.nodes(row)) for row in rows] for rows in of] == [
         [("combine", ""), ("combine split", "")],
         [("combine", "2x2")],
@@ -91,7 +88,7 @@ def test_pictures_name_nodes():
 
 
 def test_marked_numbers_of_sms_over_nodes(four_ranks, usable, monkeypatch):
-    """The table's numbers are those of the lowered calls, and of their carrier."""
+    """The table's numbers are those of the lowered calls, and of their carrier: by default, and where asked for."""
     monkeypatch.setattr(bootstrap, "placement", lambda groups, config=None: tuning.Placement(33, 4, 4))
     workload = WORKLOADS["W1"]
     sizes = {"x": ((4 * 4096, 7168), "bfloat16"), "idx": ((4 * 4096, 8), "int32"), "w": ((4 * 4096, 8), "float32")}
@@ -102,12 +99,15 @@ def test_marked_numbers_of_sms_over_nodes(four_ranks, usable, monkeypatch):
     impl, compile_ = case.implementation(), measure.compiler(four_ranks)
     ready = (*jax.eval_shape(compile_(impl.dispatch), *args), 0.0)
     for op, step, operands, _ in measure._steps(PLAN, impl, args, ready):
-        step = functools.partial(step, impl)
-        text = compile_(step).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-        taken = [int(re.search(rf"{name} = (\d+)", text)[1]) for name in ("num_sms", "num_carriers")]
-        assert measure.chosen_mode(case, op, compile_, step, operands) == "throughput"
-        chosen, most, carriers = measure.default_num_sms(setting, "token", op, "throughput", True)
-        assert taken == [chosen, carriers] and chosen <= most == 33 - 4, op
+        assert measure.chosen_mode(case, op, compile_, functools.partial(step, impl), operands) == "throughput"
+        chosen, most = measure.default_num_sms(setting, "token", op, "throughput", 2)
+        assert chosen < most == 32
+        for asked in (None, 5, most):
+            of = functools.partial(step, dataclasses.replace(impl, num_sms=asked))
+            text = compile_(of).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+            taken = [int(re.search(rf"{name} = (\d+)", text)[1]) for name in ("num_sms", "num_carriers")]
+            assert taken == [asked or chosen, measure.num_carriers(setting, "token", op, 2, asked)], (op, asked)
+            assert sum(taken) <= 33 and measure.num_carriers(setting, "token", op, None, asked) is None
 
 
 def test_nodes_on_the_command_line(capsys):
@@ -116,13 +116,15 @@ def test_nodes_on_the_command_line(capsys):
     assert _parsed().ranks_per_node == () and _parsed().transports == ("auto",)
     for words in (
         "--transport tcp",
+        "--transport nvshmem",
         "--first-call 1 --ranks 4 --ranks-per-node 2,1",
         "--workload W8 --ranks-per-node 2",
     ):
         with pytest.raises(SystemExit):
             bench.main(words.split())
     error = capsys.readouterr().err
-    assert "none of auto, nvshmem" in error and "one --ranks-per-node" in error and "got --ranks-per-node" in error
+    assert "none of auto, nvshmem" in error and "between nodes: give --ranks-per-node" in error
+    assert "one --ranks-per-node" in error and "got --ranks-per-node" in error
 
 
 @pytest.mark.multiprocess

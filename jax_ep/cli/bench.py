@@ -178,6 +178,8 @@ def main(argv: list[str]) -> int:
     plan = _plan(args)
     if plan.num_calls < 2:
         parser.error("--calls must be at least 2: the time of a call is a difference between programs")
+    if plan.transports != TRANSPORTS[:1] and not plan.ranks_per_node:
+        parser.error("--transport is between nodes: give --ranks-per-node, too")
     for option, starts in (("--first-call", args.first_call), ("--setup", args.setup)):
         if starts is not None and starts < 1:
             parser.error(f"{option}: got {starts} starts, expected at least 1")

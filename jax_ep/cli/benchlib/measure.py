@@ -259,7 +259,7 @@ def steady(plan: Plan, show: Callable[[dict], None], say: Callable[[str], None])
 
 
 def _cases(plan: Plan, setting: Setting) -> Iterator[Case]:
-    """Layouts, capacities, modes and nodes are ours only; the kernels have no latency mode over several nodes."""
+    """Layouts, capacities, modes and nodes are ours only."""
     settings = [setting]
     if setting.workload.routing == "alone" and setting.over.devices.size > 1:
         settings.append(setting.of_one())
@@ -273,7 +273,7 @@ def _cases(plan: Plan, setting: Setting) -> Iterator[Case]:
                         for s in (settings if name in OURS else settings[:1])
                     )
                     for nodes in plan.nodes(setting.traffic.num_ranks)[1:]:
-                        if name in OURS and mode != "latency":
+                        if name in OURS:
                             yield Case(setting, name, layout, choice, mode, plan.is_recorded, *nodes)
 
 
@@ -289,20 +289,24 @@ def _case_rows(plan: Plan, machine: Machine, case: Case, full: Setting) -> Itera
         ready, problem = attempt(partial(prepare, impl, compile_, setting.args, is_split))
     for op, step, operands, num_linked in _steps(plan, impl, setting.args, ready, is_split):
         mode = chosen_mode(case, op, compile_, partial(step, impl), None if problem else operands)
-        default = most = node_sms = None
+        default, most = None, None
         if case.name == "cuda":
-            default, most, node_sms = default_num_sms(full, case.layout, op, mode, case.ranks_per_node is not None)
+            default, most = default_num_sms(full, case.layout, op, mode, case.ranks_per_node)
         for num_sms in sms_values(plan.num_sms, default, most) if case.is_ours else (None,):
             row = {"workload": workload.name, "implementation": case.name + plan.suffix, "op": op}
             row |= {"num_ranks": setting.traffic.num_ranks, "of": dataclasses.asdict(workload)}
             row |= {"layout": case.layout, "capacity": case.choice} if case.is_ours else {"layout": "", "capacity": ""}
             row |= {"mode": "latency" if is_half(op) else case.mode, "chosen_mode": mode}
-            row |= {"ranks_per_node": case.ranks_per_node, "transport": case.transport, "node_sms": node_sms}
+            row |= {"ranks_per_node": case.ranks_per_node, "transport": case.transport, "node_sms": None}
+            # Over nodes the default is not asked for, since fewer may carry then; of groups of one `full`'s has to be.
+            asked = None if case.ranks_per_node is not None and num_sms == default else num_sms
+            if case.name == "cuda" and mode == "throughput":
+                row["node_sms"] = num_carriers(full, case.layout, op, case.ranks_per_node, asked)
             row |= {"capacity_rows": case.capacity if case.is_ours else None}
             row |= {"num_sms": num_sms, "is_default": num_sms is not None and num_sms == default}
             trouble = problem
             if not problem:
-                chosen = dataclasses.replace(impl, num_sms=num_sms) if case.is_ours else impl
+                chosen = dataclasses.replace(impl, num_sms=asked) if case.is_ours else impl
                 timed = partial(timing.steady_us, compile_, partial(step, chosen), operands)
                 us, trouble = attempt(partial(timed, plan.num_calls, plan.repeats, num_linked))
             row["error"] = trouble
@@ -350,34 +354,50 @@ def _steps(plan: Plan, impl, args, ready, is_split: bool = False) -> list[tuple]
 
 
 def default_num_sms(
-    setting: Setting, layout: str, op: str, mode: str, is_over_nodes: bool = False
-) -> tuple[int | None, int | None, int | None]:
-    """SMs of a CUDA call (see tuning.py): without `num_sms`, at most, and of its carrier if it is over several nodes.
+    setting: Setting, layout: str, op: str, mode: str, ranks_per_node: int | None = None
+) -> tuple[int | None, int | None]:
+    """What a CUDA call without `num_sms` takes (see tuning.py), and the most that it could; None: not known.
 
-    None: not known, or no carrier. `mode` is what the call takes: not "auto".
+    `mode` is what the call takes: not "auto".
     """
     placement = bootstrap.placement(group.mesh_groups(setting.over, AXIS))
     if placement is None:
-        return None, None, None
-    workload, num_ranks = setting.workload, setting.traffic.num_ranks
+        return None, None
     if mode == "latency":
-        chosen = tuning.latency_num_sms(placement, num_ranks=num_ranks, num_tokens=workload.num_tokens)
-        return chosen, placement.max_num_sms, None
-    chosen = tuning.default_num_sms(
-        placement,
+        num_ranks, num_tokens = setting.traffic.num_ranks, setting.workload.num_tokens
+        chosen = tuning.latency_num_sms(placement, num_ranks=num_ranks, num_tokens=num_tokens)
+        return chosen, placement.max_num_sms
+    chosen = tuning.default_num_sms(placement, **_sizes(setting, layout, op))
+    if ranks_per_node is None:
+        return chosen, placement.max_num_sms
+    carriers = num_carriers(setting, layout, op, ranks_per_node)
+    most = min(placement.max_num_sms - 1, tuning.NODE_MOST_BLOCKS)  # a carrier takes one at least
+    return tuning.node_num_sms(placement, chosen, carriers), most
+
+
+def num_carriers(
+    setting: Setting, layout: str, op: str, ranks_per_node: int | None, num_sms: int | None = None
+) -> int | None:
+    """SMs that carry to other nodes beside `num_sms` (None: the default) of a throughput call; None: there are none."""
+    placement = bootstrap.placement(group.mesh_groups(setting.over, AXIS))
+    if placement is None or ranks_per_node is None:
+        return None
+    num_nodes = -(-setting.traffic.num_ranks // ranks_per_node)
+    return tuning.node_sms(placement, None, num_sms, num_nodes=num_nodes, **_sizes(setting, layout, op))
+
+
+def _sizes(setting: Setting, layout: str, op: str) -> dict:
+    """What tuning.py asks for."""
+    workload = setting.workload
+    return dict(
         op=op.split()[0].replace("again", "dispatch"),
         layout=layout,
-        num_ranks=num_ranks,
+        num_ranks=setting.traffic.num_ranks,
         num_experts=workload.num_experts,
         num_topk=workload.num_topk,
         num_tokens=workload.num_tokens,
         row_bytes=workload.row_bytes if op.startswith("combine") else workload.crossing_bytes(op),
     )
-    if not is_over_nodes:
-        return chosen, placement.max_num_sms, None
-    carriers = tuning.node_sms(placement, None)
-    most = min(placement.max_num_sms - carriers, tuning.NODE_MOST_BLOCKS)
-    return tuning.node_num_sms(placement, chosen, carriers), most, carriers
 
 
 def sms_values(asked: tuple[int, ...], default: int | None, most: int | None) -> list[int | None]:
