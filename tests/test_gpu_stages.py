@@ -161,6 +161,8 @@ def test_everything_about_several_gpus_is_bounded(several, tmp_path):
         plan = several.plan(gpus, tmp_path)
         assert list(dict.fromkeys(several.section(step) for step in plan)) == list(several.SECTIONS)
         assert len({step.name for step in plan}) == len(plan)
+        for name in several.SECTIONS:  # --only a section takes nothing of another one along
+            assert {several.section(step) for step in several.run.chosen(plan, [name])} == {name}
         assert [s.ranks for s in plan if isinstance(s, several.run.Stage)] == [
             *(None, gpus, 2 * gpus, 4 * gpus),
             *(gpus, None),  # latency mode
@@ -230,9 +232,9 @@ def test_several_gpus_outcomes(several, tmp_path, capsys):
     assert several.run_all(steps, tmp_path, 540) == 1
     lines = capsys.readouterr().out.splitlines()
     states = {
-        line[:34].strip(): line[34:].split()
+        line[:36].strip(): line[36:].split()
         for line in lines
-        if line[34:44].strip() in ("passed", "FAILED", "TIME-OUT")
+        if line[36:46].strip() in ("passed", "FAILED", "TIME-OUT")
     }
     assert {name: words[0] for name, words in states.items()} == {
         "speed, good": "passed",

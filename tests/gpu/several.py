@@ -96,8 +96,8 @@ def modes(num_gpus: int, logs: pathlib.Path) -> list[Command]:
     return [
         _bench("modes, auto", 45, logs, f"--ranks {num_gpus} --quick --timeout 42 --mode throughput,latency,auto "
                "--tokens 128,512 --layout token --op dispatch,combine --implementation cuda"),
-        _bench("modes, first call", 30, logs, f"--ranks {num_gpus} {latency} 2 --timeout 20"),
-        _bench("modes, first call of one process", 25, logs, f"{latency} 1 --timeout 20"),
+        _bench("modes, latency starts", 30, logs, f"--ranks {num_gpus} {latency} 2 --timeout 20"),
+        _bench("modes, latency start of one process", 25, logs, f"{latency} 1 --timeout 20"),
     ]  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def run_all(steps: list[run.Stage | Command], logs: pathlib.Path, limit_s: float
     start, bad = time.monotonic(), []
 
     def show(name: str, outcome: run.Outcome) -> None:
-        print(f"{name:<34}{outcome.state:<10}{outcome.seconds:>6.1f} s  {outcome.note[:200]}", flush=True)
+        print(f"{name:<36}{outcome.state:<10}{outcome.seconds:>6.1f} s  {outcome.note[:200]}", flush=True)
         bad.extend([name] if outcome.state != "passed" else [])
 
     wanted = list(dict.fromkeys(section(step) for step in steps))
