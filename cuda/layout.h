@@ -14,10 +14,11 @@
 
 namespace jax_ep {
 
-constexpr int kProtocol = 5;    // both ends of every mapping compare it before they talk
+constexpr int kProtocol = 6;    // both ends of every mapping compare it before they talk
 constexpr int kMaxTopk = 32;    // one lane of a warp per routed expert of a token
 constexpr int kMaxBlocks = 256; // blocks (= SMs) one call may use; sizes the routing workspace
 constexpr int kFusedSlots = 2;   // of latency mode's arenas without halves: FUSED_SLOTS in jax_ep/layout.py
+constexpr int kSlotPuts = 4;        // latency mode over nodes: puts into which the rows for one rank are cut
 constexpr int kMaxNodes = 32;       // one lane of a warp per node
 constexpr int kMaxNodeBlocks = 64;  // blocks that a call over several nodes may use; sizes the flags of their chunks
 constexpr int kMaxNodeTokens = 512; // tokens of a chunk: one thread of a block each
@@ -95,7 +96,7 @@ struct Control {
   uint32_t exited;       // blocks that touch nothing remote any more; the leader waits for all and resets it
   uint32_t abort;        // set by the first thread whose wait failed; every wait of this rank watches it
   uint32_t broken;       // a call failed: later calls poison their outputs and leave at once, until reset()
-  uint32_t reserved0;
+  uint32_t filled;       // latency mode over nodes: blocks that have filled the outbox; the last one resets it
   uint64_t warm;         // peers store here once at set-up, so that the first call finds the mapping warm
   uint64_t calls_ended;  // several nodes: kernels that have ended in this arena, failed ones too; carriers wait for it
   uint64_t rows_put;     // several nodes: rows and sums that this rank has put to other nodes
@@ -123,6 +124,8 @@ struct Put {
   int64_t peer;
 };
 static_assert(sizeof(Put) == 64, "put");
+// Latency mode: the words of a slot for one rank, those of the parts of the rows first.
+constexpr int kPutRouted = kSlotPuts, kPutCredit = kSlotPuts + 1, kPutsPerSlot = kSlotPuts + 2;
 
 // ---------------------------------------------------------------------------------------------------------
 // Arena: the symmetric memory of one rank in one group. Its shape is a size class, never one call's sizes,
@@ -132,7 +135,7 @@ struct ArenaShape {
   int32_t count_words;   // power of two >= num_experts + num_ranks + 1
   int64_t staging_bytes; // both windows, all partners; latency mode: all slots
   int32_t num_slots = 0; // latency mode: calls whose rows may wait in the arena at a time; else 0
-  int32_t num_nodes = 1; // more: staging_bytes are those of the cells (NodeCell), and nothing is staged
+  int32_t num_nodes = 1; // more: nothing is staged; without slots, staging_bytes are those of the cells (NodeCell)
 
   JAX_EP_HD int64_t control() const { return 0; }
   JAX_EP_HD int64_t finish() const { return sizeof(Control); }                        // u64 [num_ranks]
@@ -146,7 +149,7 @@ struct ArenaShape {
                                                                                       // block of the carrier began
   JAX_EP_HD int64_t puts() const { return carried() + (has_nodes() ? kMaxNodeBlocks * 8 : 0); } // Put [num_puts()]
   JAX_EP_HD int64_t outbox() const { return puts() + num_puts() * int64_t(sizeof(Put)); } // [2] own announce + counts, to be put
-  JAX_EP_HD int64_t mailbox() const { return outbox() + (has_nodes() ? 2 * announce_stride() : 0); } // [2][num_ranks]
+  JAX_EP_HD int64_t mailbox() const { return outbox() + (has_cells() ? 2 * announce_stride() : 0); } // [2][num_ranks]
                                                                                       // announce + counts
   JAX_EP_HD int64_t announce_stride() const { return sizeof(Announce) + int64_t(count_words) * 4; }
   JAX_EP_HD int64_t announce(uint64_t epoch, int source) const {                      // alternates by epoch parity
@@ -163,15 +166,22 @@ struct ArenaShape {
   }
   JAX_EP_HD int64_t slot_bytes() const { return staging_bytes / num_slots / 1024 * 1024; }
   JAX_EP_HD int64_t slot(int index) const { return staging() + index * slot_bytes(); }
+  // Parts of a slot: one of each source, then one for each rank of another node, to be put there.
+  JAX_EP_HD int num_slot_parts() const { return num_ranks + (has_nodes() ? num_ranks - ranks_per_node() : 0); }
 
-  // Several nodes, all of as many ranks. Puts: announce, finish and failure to each rank, then one per flag.
+  // Several nodes, all of as many ranks. Puts: announce, finish and failure to each rank, then one per flag, or in latency
+  // mode one per slot, rank and word.
   JAX_EP_HD bool has_nodes() const { return num_nodes > 1; }
+  JAX_EP_HD bool has_cells() const { return has_nodes() && num_slots == 0; }
   JAX_EP_HD int ranks_per_node() const { return num_ranks / num_nodes; }
-  JAX_EP_HD int64_t num_node_flags() const { return has_nodes() ? int64_t(kNumNodeFlags) * 2 * num_nodes * kMaxNodeBlocks : 0; }
+  JAX_EP_HD int64_t num_node_flags() const { return has_cells() ? int64_t(kNumNodeFlags) * 2 * num_nodes * kMaxNodeBlocks : 0; }
   JAX_EP_HD int64_t node_flag(NodeFlag flag, int parity, int node, int block) const {
     return ((int64_t(flag) * 2 + parity) * num_nodes + node) * kMaxNodeBlocks + block;
   }
-  JAX_EP_HD int64_t num_puts() const { return has_nodes() ? 3 * int64_t(num_ranks) + num_node_flags() : 0; }
+  JAX_EP_HD int64_t slot_put(int slot, int peer, int word) const {
+    return 3 * int64_t(num_ranks) + (int64_t(slot) * num_ranks + peer) * kPutsPerSlot + word;
+  }
+  JAX_EP_HD int64_t num_puts() const { return has_nodes() ? slot_put(num_slots, 0, 0) + num_node_flags() : 0; }
 
  private:
   JAX_EP_HD int64_t flags() const { return round_up(int64_t(num_ranks) * 8, 128); }
@@ -181,7 +191,7 @@ struct ArenaShape {
 // The size classes that serve a call. `row_bytes`: of a row as it crosses, with its side array.
 JAX_EP_HD ArenaShape arena_shape(int num_ranks, int num_experts, int64_t row_bytes, int num_topk,
                                  int64_t staging_bytes);
-JAX_EP_HD ArenaShape latency_arena_shape(int num_ranks, int num_experts, int64_t row_bytes, int num_topk,
+JAX_EP_HD ArenaShape latency_arena_shape(int num_ranks, int num_nodes, int num_experts, int64_t row_bytes, int num_topk,
                                          int64_t num_tokens, int num_slots);
 
 // ---------------------------------------------------------------------------------------------------------
@@ -213,7 +223,8 @@ JAX_EP_HD ArenaShape arena_shape(int num_ranks, int num_experts, int64_t row_byt
 
 // ---------------------------------------------------------------------------------------------------------
 // Latency mode: what one source leaves in a slot of a receiver. Rows lie by token, so that a source needs no count before it
-// sends them; a token that does not go to the receiver leaves its place untouched. "Arrivals": the source's tokens that go
+// sends them; a token that does not go to the receiver leaves its place untouched. To a rank of another node they are put
+// one after the other, so that no more is put than goes there: `packed` says where. "Arrivals": the source's tokens that go
 // there, in order; only as many as there are are written.
 //   dispatch: the source's counts, its arrivals, all weights by token, and the rows (with their sides) of the arrivals
 //   combine:  the partial sums of the tokens of the *receiver*, and their scalars
@@ -227,22 +238,23 @@ struct SlotShape {
   JAX_EP_HD int64_t places() const { return experts() + table_bytes(); }                 // i32 [arrivals, K] number of the source's
                                                                                          // earlier entries for the expert
   JAX_EP_HD int64_t scalars() const { return places() + table_bytes(); }                 // f32 [T, K]
-  JAX_EP_HD int64_t rows() const { return scalars() + table_bytes(); }                   // [T, row_bytes]
-  JAX_EP_HD int64_t sides() const { return rows() + round_up(num_tokens * row_bytes, 128); } // [T, side_stride]
+  JAX_EP_HD int64_t packed() const { return scalars() + table_bytes(); }                 // i32 [T] row of a token (other node)
+  JAX_EP_HD int64_t sides() const { return packed() + round_up(num_tokens * 4, 128); }   // [T, side_stride], by token
+  JAX_EP_HD int64_t rows() const { return sides() + round_up(num_tokens * side_stride(), 128); } // [T, row_bytes]
   JAX_EP_HD int64_t side_stride() const { return round_up(side_bytes, 16); }
-  JAX_EP_HD int64_t bytes() const { return sides() + round_up(num_tokens * side_stride(), 128); } // of one source
+  JAX_EP_HD int64_t bytes() const { return rows() + round_up(num_tokens * row_bytes, 128); } // of one source
 
  private:
   JAX_EP_HD int64_t table_bytes() const { return round_up(num_tokens * num_topk * 4, 128); }
 };
 
-JAX_EP_HD ArenaShape latency_arena_shape(int num_ranks, int num_experts, int64_t row_bytes, int num_topk,
+JAX_EP_HD ArenaShape latency_arena_shape(int num_ranks, int num_nodes, int num_experts, int64_t row_bytes, int num_topk,
                                          int64_t num_tokens, int num_slots) {
   ArenaShape s = arena_shape(num_ranks, num_experts, 16, 1, 1);
   const SlotShape whole{row_bytes, 0, num_tokens, num_topk, num_experts + num_ranks};
   const int64_t source = whole.bytes() + 256; // wherever a side cuts the row
-  s.num_slots = num_slots, s.staging_bytes = int64_t(num_slots) << 20;
-  while (s.slot_bytes() < num_ranks * source) s.staging_bytes *= 2;
+  s.num_slots = num_slots, s.num_nodes = num_nodes, s.staging_bytes = int64_t(num_slots) << 20;
+  while (s.slot_bytes() < s.num_slot_parts() * source) s.staging_bytes *= 2;
   return s;
 }
 

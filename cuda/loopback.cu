@@ -64,8 +64,8 @@ Loopback::Loopback(int device, const LoopbackShape &shape) : device_(device), sh
   const int64_t dispatched = recv_row_bytes(shape) + round_up(side_bytes(shape), 16);
   const int64_t combined = partial_row_bytes(shape.row_bytes, shape.dtype, shape.wire);
   const int64_t crossing = std::max(dispatched, combined);
-  arena_shape_ = shape.num_slots ? latency_arena_shape(shape.num_ranks, shape.num_experts, crossing, shape.num_topk,
-                                                       shape.num_tokens, shape.num_slots)
+  arena_shape_ = shape.num_slots ? latency_arena_shape(shape.num_ranks, shape.num_nodes, shape.num_experts, crossing,
+                                                       shape.num_topk, shape.num_tokens, shape.num_slots)
                  : shape.num_nodes > 1
                      ? node_arena_shape(shape.num_ranks, shape.num_nodes, shape.num_experts,
                                         std::max<int64_t>(dispatched, shape.row_bytes), shape.num_topk, shape.staging_bytes)
@@ -203,13 +203,13 @@ void Loopback::launch_latency(const std::string &op, int rank) {
 }
 
 void Loopback::launch_rank(const std::string &op, int rank) {
-  if (shape_.num_slots) return launch_latency(op, rank);
   const bool has_nodes = shape_.num_nodes > 1;
   if (has_nodes) {
     const CarrierParams p{arena_shape_, arenas_[rank], peers_, uint64_t(std::min(shape_.timeout_ns, kMaxLimitNs)),
                           shape_.num_ranks, shape_.num_sms, shape_.num_carriers, uint32_t(shape_.max_delay_ns), shape_.use_bulk};
     check(launch_carrier(carriers_[rank], launch_test_carrier, p, streams_[rank]), "carrier");
   }
+  if (shape_.num_slots) return launch_latency(op, rank);
   if (op == "combine") {
     check((has_nodes ? launch_combine_nodes : launch_combine)(combine_params(rank), streams_[rank]), "combine");
   } else if (op == "dispatch" || op == "redispatch") {

@@ -30,7 +30,7 @@ struct LoopbackShape {
   int num_sms;
   int64_t staging_bytes, timeout_ns;
   int num_slots = 0; // > 0: latency mode
-  int num_nodes = 1; // more: over the test transport; staging_bytes are then those of the cells
+  int num_nodes = 1; // more: over the test transport; staging_bytes are then those of the cells (latency mode has none)
   int num_carriers = 1;
   int chunk_tokens = 0;
   int64_t max_delay_ns = 0; // of puts, which are then done in any order

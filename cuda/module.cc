@@ -46,12 +46,12 @@ NB_MODULE(_cuda, m) {
       nb::arg("node_bytes"), "(count_words, staging_bytes, 0, num_nodes) over several nodes");
   m.def(
       "latency_arena_shape",
-      [](int num_ranks, int num_experts, int64_t row_bytes, int num_topk, int64_t num_tokens, int num_slots) {
+      [](int num_ranks, int num_nodes, int num_experts, int64_t row_bytes, int num_topk, int64_t num_tokens, int num_slots) {
         return size_class(
-            jax_ep::latency_arena_shape(num_ranks, num_experts, row_bytes, num_topk, num_tokens, num_slots));
+            jax_ep::latency_arena_shape(num_ranks, num_nodes, num_experts, row_bytes, num_topk, num_tokens, num_slots));
       },
-      nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("row_bytes"), nb::arg("num_topk"), nb::arg("num_tokens"),
-      nb::arg("num_slots"), "(count_words, staging_bytes, num_slots, 1) in latency mode");
+      nb::arg("num_ranks"), nb::arg("num_nodes"), nb::arg("num_experts"), nb::arg("row_bytes"), nb::arg("num_topk"),
+      nb::arg("num_tokens"), nb::arg("num_slots"), "(count_words, staging_bytes, num_slots, num_nodes) in latency mode");
   m.def(
       "arena_bytes",
       [](int num_ranks, int32_t count_words, int64_t staging_bytes, int32_t num_slots, int32_t num_nodes) {

@@ -114,10 +114,10 @@ def arena_shape(
 
 
 def latency_arena_shape(
-    num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, num_tokens: int, num_slots: int
+    num_ranks: int, num_nodes: int, num_experts: int, row_bytes: int, num_topk: int, num_tokens: int, num_slots: int
 ) -> tuple[int, int, int, int]:
-    """``(count_words, staging_bytes, num_slots, 1)``: likewise, for `num_slots` calls of latency mode at a time."""
-    return module().latency_arena_shape(num_ranks, num_experts, row_bytes, num_topk, num_tokens, num_slots)
+    """``(count_words, staging_bytes, num_slots, num_nodes)``: for `num_slots` calls of latency mode at a time."""
+    return module().latency_arena_shape(num_ranks, num_nodes, num_experts, row_bytes, num_topk, num_tokens, num_slots)
 
 
 def node_arena_shape(

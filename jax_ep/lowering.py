@@ -77,14 +77,14 @@ class Call:
 
     def arena_shape(self, num_slots: int) -> tuple[int, int, int, int]:
         """The size class of own memory that serves this call; without slots that of throughput mode."""
-        ranks, experts, topk = self.spec.num_ranks, self.spec.num_experts, self.num_topk
+        ranks, nodes = self.spec.num_ranks, self.spec.num_nodes
+        experts, topk = self.spec.num_experts, self.num_topk
         if num_slots:
-            return _ffi.latency_arena_shape(ranks, experts, self.crossing_bytes, topk, self.num_tokens, num_slots)
-        if self.spec.num_nodes > 1:  # between nodes sums are not quantised
+            sizes = ranks, nodes, experts, self.crossing_bytes, topk, self.num_tokens
+            return _ffi.latency_arena_shape(*sizes, num_slots)
+        if nodes > 1:  # between nodes sums are not quantised
             row_bytes = self.row_bytes + -(-self.side_bytes // 16) * 16
-            return _ffi.node_arena_shape(
-                ranks, self.spec.num_nodes, experts, row_bytes, topk, self.spec.config.node_bytes
-            )
+            return _ffi.node_arena_shape(ranks, nodes, experts, row_bytes, topk, self.spec.config.node_bytes)
         return _ffi.arena_shape(ranks, experts, self.crossing_bytes, topk, self.spec.config.staging_bytes)
 
 
@@ -129,9 +129,9 @@ def _not_over_nodes(call: Call) -> str:
         problem = "the kernels need as many ranks on every node"
     elif spec.num_nodes > _MAX_NODES:
         problem = f"the kernels take at most {_MAX_NODES}"
-    elif call.part:
+    elif call.part and not tuning.NODE_LATENCY:
         problem = "the kernels split no exchange over nodes; use dispatch and combine instead of their halves"
-    elif spec.mode == "latency":
+    elif spec.mode == "latency" and not tuning.NODE_LATENCY:
         problem = 'the kernels have no latency mode over nodes yet; use mode="auto" or "throughput"'
     elif (spec.config.num_sms or 0) > tuning.NODE_MOST_BLOCKS:
         problem = (
@@ -160,7 +160,7 @@ def _num_slots(call: Call, groups) -> int:
     spec = call.spec
     if call.part:
         return split_slots(spec.config)
-    if spec.mode == "throughput" or spec.num_nodes > 1:
+    if spec.mode == "throughput" or (spec.num_nodes > 1 and spec.mode == "auto"):
         return 0
     too_many = _too_many_experts(spec, "max_latency_experts")
     if spec.mode == "latency":
@@ -222,7 +222,7 @@ def _attributes(call: Call, groups, num_slots: int) -> dict:
     """The attributes that every target takes; equal in all processes, so none of them says who we are."""
     spec, config = call.spec, call.spec.config
     shape = call.arena_shape(num_slots)
-    num_carriers = _num_carriers(call, groups)
+    num_carriers = _num_carriers(call, groups, num_slots)
     numbers = dict(
         num_ranks=spec.num_ranks,
         num_experts=spec.num_experts,
@@ -269,18 +269,21 @@ def _default_num_sms(call: Call, groups, num_slots: int) -> int:
     if placement is None:
         return 0
     if num_slots:
-        return tuning.latency_num_sms(placement, num_ranks=call.spec.num_ranks, num_tokens=call.num_tokens)
-    num_sms = tuning.default_num_sms(placement, op=_direction(call), layout=call.spec.layout, **call.sizes)
+        num_sms = tuning.latency_num_sms(placement, num_ranks=call.spec.num_ranks, num_tokens=call.num_tokens)
+    else:
+        num_sms = tuning.default_num_sms(placement, op=_direction(call), layout=call.spec.layout, **call.sizes)
     if call.spec.num_nodes > 1:
-        return tuning.node_num_sms(placement, num_sms, _num_carriers(call, groups))
+        return tuning.node_num_sms(placement, num_sms, _num_carriers(call, groups, num_slots))
     return num_sms
 
 
-def _num_carriers(call: Call, groups) -> int:
+def _num_carriers(call: Call, groups, num_slots: int) -> int:
     """SMs of a rank that carry what crosses nodes, beside those of the call."""
     config = call.spec.config
     if call.spec.num_nodes == 1:
         return 0
+    if num_slots:
+        return tuning.latency_node_sms(bootstrap.placement(groups, config), config.node_sms, config.num_sms)
     sizes = dict(op=_direction(call), layout=call.spec.layout, num_nodes=call.spec.num_nodes, **call.sizes)
     return tuning.node_sms(bootstrap.placement(groups, config), config.node_sms, config.num_sms, **sizes)
 

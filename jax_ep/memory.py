@@ -24,7 +24,7 @@ _CONTROL_BYTES = _ANNOUNCE_BYTES = _FLAGS_UNIT = 128
 _MAX_BLOCKS = 256
 _STAGING_UNIT = 1024
 _PARITIES = 2
-_MAX_NODE_BLOCKS, _NODE_FLAGS, _PUT_BYTES = 64, 3, 64
+_MAX_NODE_BLOCKS, _NODE_FLAGS, _PUT_BYTES, _PUTS_PER_SLOT = 64, 3, 64, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ def buffer_bytes(
 
     def shape(row_bytes):
         if num_slots:
-            return latency_arena_shape(num_ranks, num_experts, row_bytes, num_topk, num_tokens, num_slots)
+            return latency_arena_shape(num_ranks, num_nodes, num_experts, row_bytes, num_topk, num_tokens, num_slots)
         if num_nodes > 1:
             return node_arena_shape(num_ranks, num_nodes, num_experts, row_bytes, num_topk, config.node_bytes)
         return arena_shape(num_ranks, num_experts, row_bytes, num_topk, config.staging_bytes)
@@ -170,16 +170,18 @@ def arena_shape(
 
 
 def latency_arena_shape(
-    num_ranks: int, num_experts: int, row_bytes: int, num_topk: int, num_tokens: int, num_slots: int
+    num_ranks: int, num_nodes: int, num_experts: int, row_bytes: int, num_topk: int, num_tokens: int, num_slots: int
 ) -> tuple[int, int, int, int]:
-    """`(count_words, staging_bytes, num_slots, 1)`, as `latency_arena_shape` of cuda/layout.h."""
-    # Counts, tokens of the arrivals, their experts and places, weights, rows (SlotShape).
-    parts = ((num_experts + num_ranks) * 4, num_tokens * 4, *3 * (num_tokens * num_topk * 4,), num_tokens * row_bytes)
+    """`(count_words, staging_bytes, num_slots, num_nodes)`, as `latency_arena_shape` of cuda/layout.h."""
+    # Counts, tokens of the arrivals, their experts and places, weights, where rows lie, rows (SlotShape).
+    tables = (num_tokens * 4, *3 * (num_tokens * num_topk * 4,), num_tokens * 4)
+    parts = ((num_experts + num_ranks) * 4, *tables, num_tokens * row_bytes)
     source_bytes = sum(shapes.round_up(n, _FLAGS_UNIT) for n in parts) + 256
+    remote_ranks = num_ranks - num_ranks // num_nodes if num_nodes > 1 else 0  # a slot has room for what is put to them
     staging_bytes = num_slots << 20
-    while staging_bytes // num_slots // _STAGING_UNIT * _STAGING_UNIT < num_ranks * source_bytes:
+    while staging_bytes // num_slots // _STAGING_UNIT * _STAGING_UNIT < (num_ranks + remote_ranks) * source_bytes:
         staging_bytes *= 2
-    return _count_words(num_ranks, num_experts), staging_bytes, num_slots, 1
+    return _count_words(num_ranks, num_experts), staging_bytes, num_slots, num_nodes
 
 
 def node_arena_shape(
@@ -209,9 +211,11 @@ def arena_bytes(num_ranks: int, count_words: int, staging_bytes: int, num_slots:
     flags += 2 * shapes.round_up(num_slots * num_ranks * 8, _FLAGS_UNIT)  # routed, credit
     flags += num_slots * num_ranks * _MAX_BLOCKS * 8  # sent
     if num_nodes > 1:
-        words = _NODE_FLAGS * _PARITIES * num_nodes * _MAX_NODE_BLOCKS
-        flags += words * 8 + _MAX_NODE_BLOCKS * 8 + (3 * num_ranks + words) * _PUT_BYTES  # flags, carried, puts
-        flags += _PARITIES * (_ANNOUNCE_BYTES + count_words * 4)  # outbox
+        words = 0 if num_slots else _NODE_FLAGS * _PARITIES * num_nodes * _MAX_NODE_BLOCKS
+        puts = 3 * num_ranks + words + num_slots * num_ranks * _PUTS_PER_SLOT
+        flags += words * 8 + _MAX_NODE_BLOCKS * 8 + puts * _PUT_BYTES  # flags, carried, puts
+        if not num_slots:
+            flags += _PARITIES * (_ANNOUNCE_BYTES + count_words * 4)  # outbox
     mailbox = _PARITIES * num_ranks * (_ANNOUNCE_BYTES + count_words * 4)
     workspace = _MAX_BLOCKS * count_words * 4
     return shapes.round_up(_CONTROL_BYTES + flags + mailbox + workspace, _STAGING_UNIT) + staging_bytes

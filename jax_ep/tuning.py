@@ -47,6 +47,9 @@ NODE_SM_RATE = 74e9
 NODE_MOST_SMS = 16
 NODE_FALLBACK_SMS = 2
 NODE_MOST_BLOCKS = 64
+# Whether latency mode and the halves of an exchange are served there: not before these kernels have run on a GPU.
+NODE_LATENCY = False
+NODE_LATENCY_SMS = 4  # carriers there, as many as parts that a slot's rows are put in (kSlotPuts of cuda/layout.h)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +180,15 @@ def node_sms(
     if not num_sms:  # both share what there is
         carriers = min(carriers, placement.max_num_sms * per_sm / (1 + per_sm))
     return max(1, min(math.ceil(carriers), NODE_MOST_SMS, placement.max_num_sms - (num_sms or 1)))
+
+
+def latency_node_sms(placement: Placement | None, asked: int | None, num_sms: int | None = None) -> int:
+    """The same in latency mode: each put of a slot's rows at once, with at most a quarter of what there is."""
+    if asked:
+        return asked
+    if placement is None:
+        return NODE_FALLBACK_SMS
+    return max(1, min(NODE_LATENCY_SMS, placement.max_num_sms // 4, placement.max_num_sms - (num_sms or 1)))
 
 
 def node_num_sms(placement: Placement, num_sms: int, num_carriers: int) -> int:

@@ -116,7 +116,7 @@ def usable(monkeypatch):
     monkeypatch.setattr(bootstrap, "why_not_recorded", lambda groups, config=None: "")
     monkeypatch.setattr(bootstrap, "bind", lambda *call_site: asked.append(call_site))
     monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20, 0, 1))
-    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1], 1))
+    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1], sizes[1]))
     monkeypatch.setattr(lowering._ffi, "node_arena_shape", lambda *sizes: (8, sizes[-1], 0, sizes[1]))
     monkeypatch.setattr(lowering._ffi, "protocol", lambda: 1)
     return asked

@@ -436,7 +436,7 @@ def test_marked_numbers_of_sms_are_those_that_calls_take(four_ranks, monkeypatch
     monkeypatch.setattr(bootstrap, "bind", lambda *call_site: None)
     monkeypatch.setattr(bootstrap, "placement", lambda groups, config=None: tuning.Placement(48, 1, 1))
     monkeypatch.setattr(lowering._ffi, "arena_shape", lambda *sizes: (8, 1 << 20, 0, 1))
-    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1], 1))
+    monkeypatch.setattr(lowering._ffi, "latency_arena_shape", lambda *sizes: (8, 2 << 20, sizes[-1], sizes[1]))
     workload = WORKLOADS["W1q"]
     sizes = {"x": ((4 * 4096, 7168), "bfloat16"), "idx": ((4 * 4096, 8), "int32"), "w": ((4 * 4096, 8), "float32")}
     args = tuple(jax.ShapeDtypeStruct(*size) for size in sizes.values())

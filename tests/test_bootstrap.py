@@ -79,7 +79,8 @@ def test_without_extension_everything_has_a_reason(monkeypatch):
 def test_module_without_a_gpu():
     module = _ffi.module()
     assert _ffi.arena_shape(8, 256, 14336, 8, 16 << 20) == (512, 16 << 20, 0, 1)
-    assert _ffi.latency_arena_shape(8, 256, 14336, 8, 128, 2) == (512, 32 << 20, 2, 1)
+    assert _ffi.latency_arena_shape(8, 1, 256, 14336, 8, 128, 2) == (512, 32 << 20, 2, 1)
+    assert _ffi.latency_arena_shape(8, 2, 256, 14336, 8, 128, 2) == (512, 64 << 20, 2, 2)
     targets = module.targets()
     parts = ("", "_latency", "_start", "_done")
     names = {f"jax_ep_{op}{part}" for op in ("dispatch", "redispatch", "combine") for part in parts}

@@ -46,6 +46,26 @@ def test_latency_mode_over_nodes_is_refused(make_mesh, usable):
     assert all(name != "jax_ep_dispatch_latency" for name, *_ in calls(lowered(make_mesh(2), config=nodes)))
 
 
+def test_latency_mode_over_nodes(make_mesh, usable, monkeypatch):
+    """Latency mode's targets and an arena with its slots, the halves likewise; "auto" stays with chunks of tokens."""
+    monkeypatch.setattr(lowering.tuning, "NODE_LATENCY", True)
+    nodes = jax_ep.Config(ranks_per_node=1, num_sms=9, node_sms=3, put_delay_s=2e-6)
+    kwargs = dict(config=nodes, implementation="cuda")
+    wanted = dict(num_nodes=2, num_carriers=3, put_delay_ns=2000, num_sms=9)
+    for mode, suffix, num_slots in (("latency", "_latency", 2), ("auto", "", 0)):
+        usable.clear()
+        found = list(calls(lowered(make_mesh(2), **kwargs, mode=mode)))
+        operations = ("dispatch", "redispatch", "combine")
+        assert {name for name, *_ in found} == {f"jax_ep_{operation}{suffix}" for operation in operations}
+        for *_, attributes in found:
+            assert (wanted | dict(num_slots=num_slots)).items() <= numbers_of(attributes).items()
+        assert {c[5:-1] for c in usable if len(c) == 9} == {(num_slots, 2, 12)}
+    spec = jax_ep.layout.Spec(("ep",), 2, 2, "expert", 8, 1, True, "auto", None, nodes)
+    assert all(
+        not lowering._not_over_nodes(lowering.Call("dispatch", part, (), (), spec, None)) for part in ("start", "done")
+    )
+
+
 def test_several_nodes(make_mesh, usable):
     """The attributes of nodes, their own arena, and SMs for carriers; as many ranks a node as there are is one node."""
     config = jax_ep.Config(ranks_per_node=1, num_sms=9, node_sms=3, node_chunk=50, node_bytes=1 << 22, put_delay_s=2e-6)

@@ -43,6 +43,12 @@ CALLS = [
     (2, 2, 16, 1, 1, 0, 0, 2),  # the least: one token for each block
     (64, 8192, 1 << 20, 32, 16 << 20, 0, 0, 8),
     (32, 64, 144, 3, 100, 0, 0, 32),
+    (8, 256, 14336, 8, 1, 128, 2, 2),  # W2, two nodes of four
+    (8, 256, 7168 + 224, 8, 1, 128, 4, 4),
+    (8, 256, 14336, 8, 1, 72, 2, 1),  # one node fits into less than ...
+    (8, 256, 14336, 8, 1, 72, 2, 2),  # ... two do
+    (2, 2, 16, 1, 1, 0, 2, 2),
+    (32, 64, 144, 3, 100, 33, 6, 32),
 ]
 
 
@@ -65,12 +71,11 @@ def mirrored(call):
 
 def shape_of(module, call):
     num_ranks, *sizes, staging_bytes, num_tokens, num_slots, num_nodes = call
+    if num_slots:
+        return module.latency_arena_shape(num_ranks, num_nodes, *sizes, num_tokens, num_slots)
     if num_nodes > 1:
         return module.node_arena_shape(num_ranks, num_nodes, *sizes, staging_bytes)
-    sizes = num_ranks, *sizes
-    if num_slots:
-        return module.latency_arena_shape(*sizes, num_tokens, num_slots)
-    return module.arena_shape(*sizes, staging_bytes)
+    return module.arena_shape(num_ranks, *sizes, staging_bytes)
 
 
 def test_arena_of_the_header(tmp_path):

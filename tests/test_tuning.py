@@ -181,3 +181,14 @@ def test_carriers_beside_what_was_asked():
     assert [tuning.node_sms(placement, None, n, **NODES, **CALL) for n in (4, 15, 16)] == [1, 1, 1]
     assert tuning.node_sms(None, None, **NODES, **CALL) == tuning.NODE_FALLBACK_SMS
     assert tuning.node_sms(nvlink(), None, 132 - 16, **{**NODES, "num_nodes": 8}, **CALL) == tuning.NODE_MOST_SMS
+
+
+def test_carriers_of_latency_mode():
+    """One for each put of a slot's rows where there is room; Config goes first, as in throughput mode."""
+    got = [
+        tuning.latency_node_sms(placement, None) for placement in (nvlink(), one_gpu(8), one_gpu(33), nvlink(num_sms=2))
+    ]
+    assert got == [4, 4, 1, 1]
+    assert tuning.latency_node_sms(one_gpu(8), 9) == 9
+    assert [tuning.latency_node_sms(one_gpu(8), None, n) for n in (13, 15, 16)] == [3, 1, 1]
+    assert tuning.latency_node_sms(None, None) == tuning.NODE_FALLBACK_SMS

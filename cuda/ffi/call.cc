@@ -62,8 +62,8 @@ int32_t CallAttributes::num_blocks(const RankContext &rank) const {
 }
 
 std::string start_carrier(const RankContext &rank, const CallAttributes &a, const CallParams &call, int num_blocks,
-                          cudaStream_t stream) {
-  for (int r = 0; r < call.num_ranks; ++r)
+                          bool is_latency, cudaStream_t stream) {
+  for (int r = 0; r < call.num_ranks && !is_latency; ++r)
     if (!call.is_direct && !rank.same_process[size_t(r)] && !call.is_remote(r))
       return "a buffer of this call lies outside XLA's preallocated pool, where rank " + std::to_string(r) +
              " of the same node cannot reach it; over several nodes no row goes through staging: leave "

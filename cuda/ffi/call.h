@@ -37,7 +37,7 @@ struct CallAttributes {
   int64_t num_handle_slots() const { return layout_kind() == Layout::kToken ? num_rows : num_ranks * num_tokens; }
   // Bytes of a row as it crosses, with its side array: what a staging window must hold one of.
   int64_t crossing_bytes() const {
-    if (num_nodes > 1) return row_bytes + round_up(side_bytes, 16); // sums of nodes are not quantised
+    if (num_nodes > 1 && !num_slots) return row_bytes + round_up(side_bytes, 16); // sums of nodes are not quantised
     if (Quantize(quantize) == Quantize::kFp8Wire) return partial_row_bytes(row_bytes, DType(dtype), Quantize::kFp8Wire);
     return row_bytes + round_up(side_bytes, 16);
   }
@@ -82,9 +82,10 @@ struct Shared {
 CallParams make_call(const RankContext &rank, const CallAttributes &a, Op op, Part part, cudaStream_t stream,
                      std::initializer_list<int64_t> what, const Shared (&shared)[kNumBuffers]);
 
-// Starts the carrier of a call over several nodes, unless a rank of this one cannot reach a buffer: then what to say.
+// Starts the carrier of a call over several nodes, unless a rank of this one cannot reach a buffer (in latency mode none is
+// touched): then what to say.
 std::string start_carrier(const RankContext &rank, const CallAttributes &a, const CallParams &call, int num_blocks,
-                          cudaStream_t stream);
+                          bool is_latency, cudaStream_t stream);
 
 // How an operation is launched: on one node in throughput mode, on several, and in latency mode.
 template <class Params> struct Launches {
@@ -103,14 +104,14 @@ ffi::Error launch_part(const char *op, Part part, const RankContext &rank, const
     p.outputs.add(latency.ticket_result, 8, /*sizes=*/true);
   }
   if (!b.problem().empty()) return ffi::Error(ffi::ErrorCode::kInvalidArgument, b.problem());
-  const bool has_nodes = part == Part::kThroughput && a.num_nodes > 1;
-  if (has_nodes) {
-    const std::string problem = start_carrier(rank, a, p.call, p.num_blocks, stream);
+  const bool is_latency = part != Part::kThroughput;
+  if (a.num_nodes > 1) {
+    const std::string problem = start_carrier(rank, a, p.call, p.num_blocks, is_latency, stream);
     if (!problem.empty()) return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(op) + ": " + problem);
   }
-  if (cudaError_t e = has_nodes                  ? launches.nodes(p, stream)
-                      : part == Part::kThroughput ? launches.one(p, stream)
-                                                  : launches.latency(p, latency, stream))
+  if (cudaError_t e = is_latency        ? launches.latency(p, latency, stream)
+                      : a.num_nodes > 1 ? launches.nodes(p, stream)
+                                        : launches.one(p, stream))
     return ffi::Error(ffi::ErrorCode::kInternal, std::string(op) + ": launch failed: " + cudaGetErrorString(e));
   return ffi::Error::Success();
 }

@@ -27,12 +27,13 @@ template <class T> using BlockWord = cuda::atomic_ref<T, cuda::thread_scope_bloc
 struct PutEntries {
   const CarrierParams &p;
   __device__ int64_t count() const {
+    if (!p.shape.has_cells()) return p.shape.num_puts();
     return 3 * int64_t(p.num_ranks) + int64_t(kNumNodeFlags) * 2 * p.shape.num_nodes * p.call_blocks;
   }
   __device__ Put &at(int64_t i) const {
     Put *all = reinterpret_cast<Put *>(p.arena + p.shape.puts());
     const int64_t first = 3 * int64_t(p.num_ranks);
-    if (i < first) return all[i];
+    if (i < first || !p.shape.has_cells()) return all[i];
     i -= first;
     return all[first + i / p.call_blocks * kMaxNodeBlocks + i % p.call_blocks];
   }

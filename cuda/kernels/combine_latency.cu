@@ -1,5 +1,6 @@
 // Combine, latency mode: the holder sums its rows of a token and stores the sum straight into the token's place in the
-// source's own memory; the source adds what came from each rank.
+// source's own memory; the source adds what came from each rank, with several nodes first of each node's ranks. To a rank of
+// another node a sum goes by way of the holder's own memory and its carrier (latency.cuh).
 //
 // Grid: num_blocks blocks of 512 threads, one per SM, resident together on all ranks of a GPU (a start or a done alone
 // holds no SM while it waits for the other). Steps (latency.cuh says who publishes what):
@@ -94,7 +95,12 @@ __device__ __noinline__ unsigned send_sums(const CombineParams &p, const Plan &p
       const int slot = batch + i, token = slot == share.begin + int(threadIdx.x) ? share.token : p.slot_token[slot];
       int source = 0;
       while (first_slot[source + 1] <= slot) ++source;
-      places[i] = parts[source] + shape.rows() + token * shape.row_bytes;
+      int place = token;
+      if (p.call.is_remote(source)) { // one after the other, by slots
+        place = slot - first_slot[source];
+        reinterpret_cast<int32_t *>(parts[source] + shape.packed())[token] = place;
+      }
+      places[i] = parts[source] + shape.rows() + place * shape.row_bytes;
       if (!p.scalars) continue;
       float *scalars = reinterpret_cast<float *>(parts[source] + shape.scalars()) + int64_t(token) * num_topk;
       for (int k = 0; k < num_topk; ++k) {
@@ -134,14 +140,22 @@ struct HeldSums {
     expert = is_entry ? p.topk_clean[at] : -1;
     row = is_entry ? p.dst_row[at] : -1;
   }
+  // `kNodes`: a row that is "scaled" is the last one of its node.
+  template <bool kNodes>
   __device__ Rows rows(const CombineParams &p, const SlotShape &shape, const char *slot, int64_t token, int lane) const {
     const int rank = expert >= 0 && row >= 0 ? expert / p.num_local_experts : -1;
     const unsigned same = __match_any_sync(kFullWarp, rank >= 0 ? unsigned(rank) : 0x80000000u | lane);
     const bool is_first = rank >= 0 && (same & ((1u << lane) - 1)) == 0;
-    int order = 0;
-    for (unsigned left = __ballot_sync(kFullWarp, is_first); left; left &= left - 1)
-      order += __shfl_sync(kFullWarp, rank, __ffs(left) - 1) < rank;
-    return in_order(is_first, order, slot + rank * shape.bytes() + shape.rows() + token * shape.row_bytes, 1.f, false);
+    const char *part = slot + rank * shape.bytes();
+    int order = 0, place = int(token);
+    bool is_last = kNodes;
+    if (kNodes && is_first && p.call.is_remote(rank)) place = reinterpret_cast<const int32_t *>(part + shape.packed())[token];
+    for (unsigned left = __ballot_sync(kFullWarp, is_first); left; left &= left - 1) {
+      const int other = __shfl_sync(kFullWarp, rank, __ffs(left) - 1);
+      order += other < rank;
+      if (kNodes && other > rank && p.call.node_of(other) == p.call.node_of(rank)) is_last = false;
+    }
+    return in_order(is_first, order, part + shape.rows() + place * shape.row_bytes, 1.f, is_last);
   }
 };
 
@@ -150,18 +164,19 @@ __device__ __forceinline__ unsigned first_piece() { return threadIdx.x / kWarpSi
 
 // This rank's tokens, from what all ranks left in its slot. `first`: what the handle says of the warp's first one, which was
 // asked for before the block waited.
-template <DType kType, bool kBulk, bool kWire>
+template <DType kType, bool kBulk, bool kWire, bool kNodes>
 __device__ __noinline__ void receive_sums(const CombineParams &p, const Plan &plan, const SlotShape &shape, char *shared,
                                           const char *slot, HeldSums first, unsigned parity) {
   constexpr int kUnroll = kBulk ? 1 : 2;
   const int lane = threadIdx.x % kWarpSize, first_token = int(first_piece() / plan.receive.num_pieces);
   auto ask = [&](int index) { return index == first_token ? first : HeldSums(p, index, lane); };
-  auto rows_of = [&](int index, const HeldSums &held) { return held.rows(p, shape, slot, index, lane); };
+  auto rows_of = [&](int index, const HeldSums &held) { return held.template rows<kNodes>(p, shape, slot, index, lane); };
   auto sum_into = [&](auto store) {
     gather_sums<kBulk>(plan.receive, {first_piece(), gridDim.x * plan.receive.num_warps}, p.num_tokens,
                        shared + plan.room, reinterpret_cast<BulkBarrier *>(shared + plan.bars), parity, ask, rows_of, store);
   };
-  if constexpr (kWire) sum_into(StoreOutOfWire<kType>{p.out, p.bias, p.y_bytes, 0});
+  if constexpr (kWire) sum_into(StoreOutOfWire<kType, kNodes>{p.out, p.bias, p.y_bytes, 0});
+  else if constexpr (kNodes) sum_into(StoreOutOfNodes<kType, kUnroll>{p.out, p.bias, p.y_bytes});
   else sum_into(StoreOut<kType, kUnroll>{p.out, p.bias, p.y_bytes, 0});
   if (!p.out_scalars) return;
   const int64_t end = int64_t(p.num_tokens) * p.call.num_topk;
@@ -184,6 +199,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   SlotCall call(p.call, latency, plan.slots, shape, p.call.tag, reinterpret_cast<char **>(shared + plan.arenas));
   if (call.is_broken()) { // a call before this one failed
     SlotCall::poison_results(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
+    if (blockIdx.x == 0) call.dismiss_carrier();
     return;
   }
   const SlotShare share(p, num_slots); // none of a handle that failed, whose number is negative
@@ -196,7 +212,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool ok = call.enter(latency, num_slots); // and a barrier
   if (ok && latency.sends) { // 2 send
     parity = send_sums<kType, kBulk, kWire>(p, plan, shape, shared, call.parts(), share); // ends with a barrier behind all stores
-    call.publish_sent();
+    call.publish_sent(shape, p.scalars ? shape.scalars() : shape.packed(),
+                      [&](int rank) { return first_slot[rank + 1] - first_slot[rank]; });
   }
   call.write_ticket(latency);
   if (ok && latency.receives) { // 3 receive
@@ -206,7 +223,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     bulk_fence(); // stages were read and written through the generic proxy
     ok = call.wait_sent(); // and a barrier
     bulk_fence();          // sums came through the generic proxy
-    if (ok) receive_sums<kType, kBulk, kWire>(p, plan, shape, shared, call.slot(), first, parity);
+    if (ok && p.call.shape.has_nodes())
+      receive_sums<kType, kBulk, kWire, true>(p, plan, shape, shared, call.slot(), first, parity);
+    else if (ok) receive_sums<kType, kBulk, kWire, false>(p, plan, shape, shared, call.slot(), first, parity);
   }
   call.end(latency, p.outputs, ok); // 4
 }
@@ -224,7 +243,7 @@ cudaError_t launch_combine_latency(const CombineParams &p, const LatencyCall &la
   const auto kernel = Kernels::get(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
   if (!kernel || plan.send.num_warps < 1 || plan.receive.num_warps < 1) return cudaErrorInvalidConfiguration;
   const SlotShape shape = slot_shape(p);
-  if (p.call.num_ranks * shape.bytes() > p.call.shape.slot_bytes()) return cudaErrorInvalidConfiguration;
+  if (p.call.shape.num_slot_parts() * shape.bytes() > p.call.shape.slot_bytes()) return cudaErrorInvalidConfiguration;
   kernel<<<p.num_blocks, kThreads, plan.bytes, stream>>>(p, latency, plan);
   return cudaGetLastError();
 }

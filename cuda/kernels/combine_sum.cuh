@@ -128,6 +128,13 @@ template <DType kType, class RowAt> struct StoreWire {
   }
 };
 
+// The sum of a node's ranks is complete: rounded, it is added to that over nodes, and the next one begins.
+template <DType kType> __device__ __forceinline__ void end_node(float *sum, float *node) {
+  add_row<kType>(sum, Payload<kType>::pack(node));
+#pragma unroll
+  for (int i = 0; i < Payload<kType>::kLanes; ++i) node[i] = 0.f;
+}
+
 // A token's sum over ranks, with the bias, to the result.
 template <DType kType, int kUnroll> struct StoreOut {
   char *out;
@@ -163,8 +170,43 @@ template <DType kType, int kUnroll> struct StoreOut {
   }
 };
 
-// The same from WireRows: a lane sums 16 channels of a group.
-template <DType kType> struct StoreOutOfWire {
+// The same over several nodes, from sums of ranks: those of a node are added and rounded first. Nothing has a factor; a row
+// that is "scaled" is the last one of its node.
+template <DType kType, int kUnroll> struct StoreOutOfNodes {
+  char *out;
+  const char *bias;
+  int64_t row_bytes;
+
+  template <class Fetch> __device__ void operator()(const GatherStep &s, Fetch fetch) const {
+    using Row = Payload<kType>;
+    const int64_t row = s.index * row_bytes;
+    for (int base = s.begin; base < s.end; base += kUnroll * kVectorUnit) {
+      int at[kUnroll];
+      vectors_at(s, base, at);
+      float sum[kUnroll][Row::kLanes] = {}, node[kUnroll][Row::kLanes] = {};
+      for (int i = 0; i < s.count; ++i) {
+        int4 v[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) v[u] = fetch(i, at[u]);
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) add_row<kType>(node[u], v[u]);
+        if (s.is_scaled >> i & 1) {
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) end_node<kType>(sum[u], node[u]);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (at[u] < 0) continue;
+        if (bias) add_row<kType>(sum[u], load_row(bias + row + at[u]));
+        store_row(out + row + at[u], Row::pack(sum[u]));
+      }
+    }
+  }
+};
+
+// The same from WireRows: a lane sums 16 channels of a group. `kNodes`: as StoreOutOfNodes.
+template <DType kType, bool kNodes = false> struct StoreOutOfWire {
   char *out;
   const char *bias;
   int64_t row_bytes;
@@ -176,7 +218,7 @@ template <DType kType> struct StoreOutOfWire {
     const int lane = threadIdx.x % kWarpSize;
     for (int base = s.begin; base < s.end; base += WireRow::kGroupBytes) {
       __builtin_assume(base >= 0); // so every fetch has a place
-      float acc[16] = {};
+      float acc[16] = {}, nodes[kNodes ? 16 : 1] = {};
       for (int i = 0; i < s.count; ++i) {
         const int4 v = fetch(i, base + lane * 16);
         const int4 scales = fetch(i, base + WireRow::kGroup);
@@ -186,14 +228,20 @@ template <DType kType> struct StoreOutOfWire {
         from_e4m3(v, f);
 #pragma unroll
         for (int j = 0; j < 16; ++j) acc[j] = __fadd_rn(acc[j], __fmul_rn(f[j], scale));
+        if constexpr (kNodes) {
+          if (!(s.is_scaled >> i & 1)) continue;
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) end_node<kType>(nodes + v * Row::kLanes, acc + v * Row::kLanes);
+        }
       }
+      float *sum = kNodes ? nodes : acc;
       const int at = (base / WireRow::kGroupBytes * WireRow::kGroup + lane * 16) * (16 / Row::kLanes);
       const int64_t row = int64_t(first_token + s.index) * row_bytes + at;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if (at + v * 16 >= int(row_bytes)) continue;
-        if (bias) add_row<kType>(acc + v * Row::kLanes, load_row(bias + row + v * 16));
-        store_row(out + row + v * 16, Row::pack(acc + v * Row::kLanes));
+        if (bias) add_row<kType>(sum + v * Row::kLanes, load_row(bias + row + v * 16));
+        store_row(out + row + v * 16, Row::pack(sum + v * Row::kLanes));
       }
     }
   }

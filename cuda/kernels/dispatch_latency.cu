@@ -1,6 +1,7 @@
 // Dispatch, latency mode: a row goes into a fixed place of the receiver's own memory, chosen by its source and token, so
 // that nobody announces anything first; the receiver finds out from everybody's ids where it belongs, and copies it there.
-// That is one pass over memory more than transport "peer", and two flags' flight less.
+// That is one pass over memory more than transport "peer", and two flags' flight less. To a rank of another node it goes by way
+// of this rank's own memory and its carrier (latency.cuh).
 //
 // Grid: num_blocks blocks of 512 threads, one per SM, resident together on all ranks of a GPU (a start or a done alone
 // holds no SM while it waits for the other). The last block is the router. Steps (latency.cuh says who publishes what):
@@ -27,11 +28,12 @@ constexpr int kMaxStage = 4 * 1024; // bytes of a row that a warp loads at a tim
 constexpr int kSmallestPiece = 1024;
 constexpr int kPieceCost = 1024; // what a piece takes beside its bytes, in bytes
 constexpr int kZeroPage = 1024;
+constexpr int kMaxPacked = 4 * 1024; // bytes of shared memory that packing rows for other nodes may take
 
 // Dynamic shared memory, planned on the host. Sending, routing and receiving use the room one after the other.
 struct Plan {
   SlotPlan slots;
-  int arenas, first_slot, invalid, bars, start, kept, zeros, room, bytes;
+  int arenas, first_slot, invalid, bars, start, kept, zeros, packed, packed_words, room, bytes;
   SlotRoutePlan route;
   int send_pieces, receive_pieces;
   MovePlan send, receive;
@@ -69,7 +71,7 @@ MovePlan move_plan(const DispatchParams &p, int64_t piece_bytes, bool quantises,
   return move;
 }
 
-Plan make_plan(const DispatchParams &p, bool is_route) {
+Plan make_plan(const DispatchParams &p, bool is_route, bool packs) {
   Plan plan{};
   int64_t at = 0;
   auto take = [&](int64_t bytes) { const int64_t here = at; at = round_up(at + bytes, 128); return int(here); };
@@ -82,6 +84,10 @@ Plan make_plan(const DispatchParams &p, bool is_route) {
   plan.start = take(int64_t(p.num_local_experts) * 4);
   plan.kept = take(int64_t(p.num_local_experts) * 4);
   plan.zeros = take(p.use_bulk ? kZeroPage : 0);
+  const int words = PackedRows::words_of(p.num_tokens);
+  packs = packs && p.call.shape.has_nodes() && PackedRows::bytes(int(num_ranks), words) <= kMaxPacked;
+  plan.packed_words = packs ? words : 0;
+  plan.packed = take(packs ? PackedRows::bytes(int(num_ranks), words) : 0);
   plan.room = int(at);
   const int64_t shared = p.use_bulk ? kBulkSharedBytes : kVectorSharedBytes, room = shared - at;
   const bool quantises = p.quantize != Quantize::kNone;
@@ -125,12 +131,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   const SlotShape shape = slot_shape(p);
   const int movers = mover_blocks(kRoute, gridDim.x);
   // Asked for together, before any of it is used: each takes a trip to memory, and waiting for flags empties the cache.
-  SlotRows<kQuantize> to_send(p, shape, plan.send_pieces, plan.send.num_warps, movers);
+  const PackedRows packed{reinterpret_cast<uint32_t *>(shared + plan.packed), plan.packed_words};
+  SlotRows<kQuantize> to_send(p, shape, packed, plan.send_pieces, plan.send.num_warps, movers);
   const int32_t window = kRoute && p.window ? *p.window : -1, handle_slots = kRoute ? 0 : p.recv_offsets[num_ranks];
   const int64_t first_row = window_start(p);
   SlotCall call(p.call, latency, plan.slots, shape, tag_with(p.call.tag, window), reinterpret_cast<char **>(shared + plan.arenas));
   if (call.is_broken()) { // a call before this one failed
     SlotCall::poison_results(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
+    if (blockIdx.x == 0) call.dismiss_carrier();
     return;
   }
   to_send.parts = call.parts();
@@ -155,15 +163,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool ok = call.enter(latency, handle_slots); // and a barrier
   if (ok && is_router) { // 2 route
     count_own(p, plan.route, shape, room, call.parts(), latency.sends, route.invalid, first_ids); // ends with a barrier
-    if (latency.sends) call.publish_routed();
+    if (latency.sends) call.publish_routed(shape);
     bulk_fence(); // the room was used through the generic proxy, and a router that is alone sends, too
     __syncthreads();
   }
   if (ok && latency.sends) { // 3 send
+    if (packed.words) count_packed(p, packed);   // several nodes
+    if (p.call.shape.has_nodes()) bulk_fence(); // a carrier may have read, through the generic proxy, what is filled again
     if (warp == kWarps - 1) send_weights(p, call.parts(), shape, movers, lane);
     if (int(blockIdx.x) < movers) parity = move_rows<kBulk>(p, plan.send, room, bars, parity, to_send);
     __syncthreads(); // behind all stores
-    call.publish_sent();
+    const int64_t begin = p.weights ? shape.scalars() : shape.packed();
+    call.publish_sent(shape, begin, [&](int rank) { return packed.rows_for(p, rank); });
   }
   call.write_ticket(latency);
   if (ok && latency.receives) {
@@ -230,11 +241,12 @@ int max_latency_experts(int num_ranks) {
 cudaError_t launch_dispatch_latency(const DispatchParams &p, const LatencyCall &latency, cudaStream_t stream) {
   if (p.num_blocks < 1 || p.num_blocks > kMaxBlocks || p.call.shape.num_slots < 1) return cudaErrorInvalidConfiguration;
   const bool is_route = p.topk_idx != nullptr || p.stats != nullptr || p.window != nullptr;
-  const Plan plan = make_plan(p, is_route);
   const int64_t most = p.use_bulk ? kBulkSharedBytes : kVectorSharedBytes;
+  Plan plan = make_plan(p, is_route, true);
+  if (plan.bytes > most) plan = make_plan(p, is_route, false); // as many experts as max_latency_experts leave no room
   if (plan.bytes > most || plan.send.num_warps < 1 || plan.receive.num_warps < 1) return cudaErrorInvalidConfiguration;
   const SlotShape shape = slot_shape(p);
-  if (p.call.num_ranks * shape.bytes() > p.call.shape.slot_bytes()) return cudaErrorInvalidConfiguration;
+  if (p.call.shape.num_slot_parts() * shape.bytes() > p.call.shape.slot_bytes()) return cudaErrorInvalidConfiguration;
   kernel_for(is_route, p.use_bulk, p.quantize != Quantize::kNone)<<<p.num_blocks, kThreads, plan.bytes, stream>>>(p, latency,
                                                                                                                    plan);
   return cudaGetLastError();

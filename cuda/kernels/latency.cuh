@@ -3,6 +3,7 @@
 // A source stores into its part of the receiver's slot and then, block by block, a flag; the receiver waits for the flags
 // of all blocks of all sources, its own rank's with them, and nobody for a peer that only receives.
 // docs/memory_order.md has who publishes what. All ranks use as many blocks; the tag in each flag tells when they do not.
+// For a rank of another node a source fills a part of its own arena, of which its carrier then puts the bytes and the flags.
 // Every step costs a trip to memory or two, so what a step does not need (a look at the abort word, a fence in every thread)
 // it does not do.
 #pragma once
@@ -18,22 +19,91 @@ struct SlotPlan {
   static SlotPlan make(const ArenaShape &shape) { return {shape.slot(0), shape.slot_bytes()}; }
 };
 
-// This rank's part of everybody's slot.
+// This rank's part of everybody's slot; of a rank of another node, what will be put there.
 struct Parts {
   char *const *arenas; // shared memory
   int64_t at;
   __device__ char *operator[](int peer) const { return arenas[peer] + at; }
 };
 
+// Several nodes: the puts of a call. Functions of their own, since one node needs none of it.
+struct SlotPuts {
+  const CallParams &call;
+  int64_t part_at; // in an arena: this rank's part of the call's slot
+  uint64_t epoch, expected;
+  int slot;
+
+  // What is to be put to `peer` lies in the own slot behind the parts of all sources; from this rank's own part:
+  __device__ static int64_t outbox(const CallParams &call, const SlotShape &shape, int peer) {
+    const int place = peer < call.rank ? peer : peer - call.shape.ranks_per_node(); // among the ranks of other nodes
+    return (call.num_ranks + place - call.rank) * shape.bytes();
+  }
+  // Bytes [begin, end) of the part for `peer`, then its word at `signal`. The word of the put before has arrived
+  // (memory_order.md).
+  __device__ void put(const SlotShape &shape, int peer, int word, int64_t begin, int64_t end, int64_t signal) const {
+    const int64_t dst = part_at + begin, src = dst + outbox(call, shape, peer);
+    Session(call, epoch).post(call.shape.slot_put(slot, peer, word), Put{0, 0, src, dst, end - begin, signal, expected, peer});
+  }
+  __device__ int64_t place_of_word(int source) const { return int64_t(slot) * call.num_ranks + source; }
+};
+
+// All threads of the router block, after a barrier behind the table.
+inline __device__ __noinline__ void put_routed(SlotPuts puts, const SlotShape &shape) {
+  const CallParams &call = puts.call;
+  const int64_t signal = call.shape.routed() + puts.place_of_word(call.rank) * 8;
+  for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x)
+    if (call.is_remote(p)) puts.put(shape, p, kPutRouted, 0, shape.scalars(), signal);
+}
+
+// All threads of every block, after a barrier behind their stores: the last block has all that was stored put, in equal parts.
+// That is from `begin` to the end of the rows, of which there are `rows_for(rank)`.
+template <class RowsFor>
+__device__ __noinline__ void put_filled(SlotPuts puts, const SlotShape &shape, int64_t begin, RowsFor rows_for) {
+  __shared__ bool s_is_last;
+  const CallParams &call = puts.call;
+  Control &control = Session(call, puts.epoch).control();
+  if (threadIdx.x == 0) {
+    // Releases what this block has stored into the outbox to the last one, which acquires that of all.
+    s_is_last = DeviceWord<uint32_t>(control.filled).fetch_add(1, cuda::memory_order_acq_rel) == gridDim.x - 1;
+    if (s_is_last) control.filled = 0; // for the next kernel of the stream
+  }
+  __syncthreads();
+  if (!s_is_last) return;
+  for (int i = threadIdx.x; i < call.num_ranks * kSlotPuts; i += blockDim.x) {
+    const int p = i / kSlotPuts, n = i % kSlotPuts;
+    if (!call.is_remote(p)) continue;
+    const int rows = rows_for(p);
+    const int64_t end = shape.rows() + rows * shape.row_bytes, step = round_up((end - begin + kSlotPuts - 1) / kSlotPuts, 128);
+    const int64_t from = min(begin + n * step, end);
+    puts.put(shape, p, n, from, min(from + step, end), call.shape.sent() + (puts.place_of_word(call.rank) * kMaxBlocks + n) * 8);
+    if (n == 0) DeviceWord<uint64_t>(control.rows_put).fetch_add(uint64_t(rows), cuda::memory_order_relaxed);
+  }
+}
+
+// Last block of a complete call. `gives_credit`: this rank has read the slot, which its sources wait for.
+inline __device__ __noinline__ void end_over_nodes(SlotPuts puts, bool gives_credit) {
+  const CallParams &call = puts.call;
+  Session session(call, puts.epoch);
+  const int64_t signal = call.shape.credit() + puts.place_of_word(call.rank) * 8;
+  for (int p = threadIdx.x; p < call.num_ranks && gives_credit; p += blockDim.x)
+    if (call.is_remote(p))
+      session.post(call.shape.slot_put(puts.slot, p, kPutCredit), Put{0, 0, 0, 0, 0, signal, puts.epoch, p});
+  if (threadIdx.x == 0) call.failure->rows_put = session.control().rows_put;
+  __syncthreads(); // the posts of all threads, before the carrier may go
+  session.dismiss_carrier();
+}
+
 class SlotCall {
  public:
   // `arenas`: shared memory, [R], filled with the peers' addresses before the call's number is looked at, so that both are on
-  // their way together; read behind the barrier of enter(). `tag`: what all ranks must pass alike.
+  // their way together; read behind the barrier of enter(). For a rank of another node: the address from which this rank's
+  // part lies where what will be put there does. `tag`: what all ranks must pass alike.
   __device__ SlotCall(const CallParams &call, const LatencyCall &latency, const SlotPlan &slots, const SlotShape &shape,
                       uint64_t tag, char **arenas)
       : call_(call), arenas_(arenas), session_(latency.ticket ? Session(call, ticket_epoch(latency.ticket)) : Session(call)),
         is_done_(latency.ticket != nullptr), is_alone_(latency.sends && latency.receives && call.shape.num_slots == kFusedSlots) {
-    for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x) arenas[p] = call.peers[p].arena;
+    for (int p = threadIdx.x; p < call.num_ranks; p += blockDim.x)
+      arenas[p] = call.is_remote(p) ? call.arena + SlotPuts::outbox(call, shape, p) : call.peers[p].arena;
     expected_ = sent_word(session_.epoch(), tag ^ tag >> 20 ^ tag >> 40);
     slot_ = call.shape.slot_of(session_.epoch());
     slot_at_ = slots.first + slot_ * slots.bytes, part_at_ = slot_at_ + call.rank * shape.bytes();
@@ -78,13 +148,18 @@ class SlotCall {
 
   // All threads of the block, after a barrier behind their stores: the release of the thread that stores the flag covers
   // what that barrier ordered before it.
-  __device__ void publish_routed() const { // one block of a rank alone
+  __device__ void publish_routed(const SlotShape &shape) const { // one block of a rank alone
     for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x)
-      SystemWord<uint64_t>(routed_at(arenas_[p], call_.rank)).store(expected_, cuda::memory_order_release);
+      if (!call_.is_remote(p))
+        SystemWord<uint64_t>(routed_at(arenas_[p], call_.rank)).store(expected_, cuda::memory_order_release);
+    if (call_.shape.has_nodes()) put_routed(puts(), shape);
   }
-  __device__ void publish_sent() const { // every block
+  // Every block. `begin`, `rows_for`: as put_filled() takes them.
+  template <class RowsFor> __device__ void publish_sent(const SlotShape &shape, int64_t begin, RowsFor rows_for) const {
     for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x)
-      SystemWord<uint64_t>(sent_at(arenas_[p], call_.rank, blockIdx.x)).store(expected_, cuda::memory_order_release);
+      if (!call_.is_remote(p))
+        SystemWord<uint64_t>(sent_at(arenas_[p], call_.rank, blockIdx.x)).store(expected_, cuda::memory_order_release);
+    if (call_.shape.has_nodes()) put_filled(puts(), shape, begin, rows_for);
   }
 
   // Until every source has published its table, or every block of every source its rows; acquires them for this block.
@@ -96,8 +171,11 @@ class SlotCall {
   }
   __device__ bool wait_sent() {
     bool ok = is_unread();
-    for (int i = threadIdx.x; i < call_.num_ranks * int(gridDim.x) && ok; i += blockDim.x)
-      ok = is_here(sent_at(call_.arena, i / gridDim.x, i % gridDim.x), i / gridDim.x);
+    const int most = call_.shape.has_nodes() ? max(int(gridDim.x), kSlotPuts) : int(gridDim.x); // words of a source
+    for (int i = threadIdx.x; i < call_.num_ranks * most && ok; i += blockDim.x) {
+      const int source = i / most, n = i % most; // by block, or of a source of another node by put
+      if (n < (call_.is_remote(source) ? kSlotPuts : int(gridDim.x))) ok = is_here(sent_at(call_.arena, source, n), source);
+    }
     return __syncthreads_and(ok);
   }
 
@@ -122,16 +200,20 @@ class SlotCall {
       if (threadIdx.x == 0 && latency.sends) control.epoch = epoch();
       if (latency.receives) {
         for (int p = threadIdx.x; p < call_.num_ranks; p += blockDim.x) { // publishes that this rank has read the slot
+          if (call_.is_remote(p)) continue;
           SystemWord<uint64_t> credit(credit_at(arenas_[p], call_.rank));
           if (is_alone_) credit.store(epoch(), cuda::memory_order_relaxed); // nobody waits for it
           else credit.store(epoch(), cuda::memory_order_release);
         }
       }
+      if (call_.shape.has_nodes()) end_over_nodes(puts(), latency.receives && !is_alone_);
     } else {
       give_up(call_, epoch(), outputs);
     }
     return is_complete;
   }
+  // One block of a call that does nothing: its carrier may go.
+  __device__ void dismiss_carrier() { session_.dismiss_carrier(); }
 
   // Of a call that failed, or begins after one that did.
   __device__ __noinline__ static void poison_results(const Outputs &outputs, int64_t first, int64_t count) {
@@ -153,8 +235,11 @@ class SlotCall {
                                   call.failure->code == uint32_t(Failure::kMismatch)));
     if (threadIdx.x == 0) session.control().broken = 1;
     poison_results(outputs, threadIdx.x, blockDim.x);
+    if (call.shape.has_nodes()) __syncthreads(); // the posts of all threads, before the carrier may go
+    session.dismiss_carrier();
   }
 
+  __device__ SlotPuts puts() const { return {call_, part_at_, epoch(), expected_, slot_}; }
   __device__ static uint64_t ticket_epoch(const int32_t *ticket) {
     return uint64_t(uint32_t(ticket[0])) | uint64_t(uint32_t(ticket[1])) << 32;
   }

@@ -7,6 +7,52 @@
 
 namespace jax_ep {
 
+// Where the rows for ranks of other nodes lie in what is put to them: one after the other, in the order of tokens. Every
+// block counts for itself, from bitmaps of tokens by rank, in shared memory; without room for these a row lies by its token.
+struct PackedRows {
+  uint32_t *bits; // [R, words] tokens that go there; then i32 [R, words + 1]: how many before each word
+  int words;      // 0: by token
+
+  JAX_EP_HD static int words_of(int num_tokens) { return (num_tokens + 31) / 32; }
+  JAX_EP_HD static int64_t bytes(int num_ranks, int words) { return int64_t(num_ranks) * (2 * words + 1) * 4; }
+
+  // Of a token that goes to `rank`, and of all.
+  __device__ int place(const CallParams &call, int rank, int token) const {
+    if (!words || !call.is_remote(rank)) return token;
+    const uint32_t below = bits[rank * words + token / 32] & ((1u << token % 32) - 1);
+    return *before(call.num_ranks, rank, token / 32) + __popc(below);
+  }
+  __device__ int rows_for(const DispatchParams &p, int rank) const {
+    return words ? *before(p.call.num_ranks, rank, words) : p.num_tokens;
+  }
+  __device__ int32_t *before(int num_ranks, int rank, int word) const {
+    return reinterpret_cast<int32_t *>(bits) + num_ranks * words + rank * (words + 1) + word;
+  }
+};
+
+// All threads of the block; ends with a barrier.
+inline __device__ __noinline__ void count_packed(const DispatchParams &p, PackedRows packed) {
+  const int num_ranks = p.call.num_ranks, num_topk = p.call.num_topk, words = packed.words;
+  const int32_t *ids = p.topk_idx ? p.topk_idx : p.topk_clean;
+  for (int i = threadIdx.x; i < num_ranks * words; i += blockDim.x) packed.bits[i] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.num_tokens * num_topk; i += blockDim.x) {
+    const int id = ids[i], token = i / num_topk;
+    if (id >= 0 && id < p.num_experts)
+      atomicOr(&packed.bits[id / p.num_local_experts * words + token / 32], 1u << token % 32);
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
+    int n = 0;
+    for (int w = 0; w < words; ++w) {
+      *packed.before(num_ranks, r, w) = n;
+      n += __popc(packed.bits[r * words + w]);
+    }
+    *packed.before(num_ranks, r, words) = n;
+  }
+  __syncthreads();
+}
+
 // One warp of a block: the weights of the block's share of tokens, to every rank. Blocks [0, num_blocks) have one.
 __device__ __forceinline__ void send_weights(const DispatchParams &p, Parts parts, const SlotShape &shape, int num_blocks,
                                              int lane) {
@@ -30,12 +76,14 @@ template <bool kQuantizes> struct SlotRows {
   const DispatchParams &p;
   Parts parts;
   SlotShape shape;
+  PackedRows packed;
   const int32_t *ids;
   int index, step, num_pieces, id; // id: of this lane's entry of the token of `index`
 
   // Blocks [0, num_blocks) send. `parts` come later, before the first item.
-  __device__ SlotRows(const DispatchParams &p_, const SlotShape &shape_, int pieces, int num_warps, int num_blocks)
-      : p(p_), parts{}, shape(shape_), ids(p_.topk_idx ? p_.topk_idx : p_.topk_clean),
+  __device__ SlotRows(const DispatchParams &p_, const SlotShape &shape_, PackedRows packed_, int pieces, int num_warps,
+                      int num_blocks)
+      : p(p_), parts{}, shape(shape_), packed(packed_), ids(p_.topk_idx ? p_.topk_idx : p_.topk_clean),
         index(int(threadIdx.x / kWarpSize) * num_blocks + int(blockIdx.x)), step(num_warps * num_blocks),
         num_pieces(pieces) {
     look(int(threadIdx.x % kWarpSize));
@@ -63,9 +111,12 @@ template <bool kQuantizes> struct SlotRows {
   __device__ const char *src(const Item &item) const { return p.x + item.token * p.x_bytes + item.piece * int64_t(bytes()); }
   __device__ char *dst(const Item &item) const {
     if (item.rank < 0) return nullptr;
-    return parts[item.rank] + shape.rows() + item.token * shape.row_bytes + item.piece * (shape.row_bytes / num_pieces);
+    const int place = packed.place(p.call, item.rank, item.token);
+    return parts[item.rank] + shape.rows() + place * shape.row_bytes + item.piece * (shape.row_bytes / num_pieces);
   }
   __device__ void finish(const Item &item, const char *scales, int lane) const {
+    if (item.rank >= 0 && item.piece == 0 && p.call.is_remote(item.rank))
+      reinterpret_cast<int32_t *>(parts[item.rank] + shape.packed())[item.token] = packed.place(p.call, item.rank, item.token);
     if (!shape.side_bytes || (!kQuantize && item.piece)) return;
     const int64_t bytes = kQuantize ? shape.side_bytes / num_pieces : shape.side_bytes;
     char *side = item.rank < 0 ? nullptr
@@ -77,7 +128,8 @@ template <bool kQuantizes> struct SlotRows {
 // Rows of this rank's slots [begin, end) (numbers as in the handle), to their places in the result. What the handle says of
 // the next item is asked for while the latest one moves, and of the first one before the block waits for rows.
 template <bool kQuantizes> struct SlotRowsReceived {
-  struct Item { int slot, source, token, piece, row; bool is_end; }; // row: of this lane, -1: none
+  // place: of the row in its part; row: of this lane, -1: none
+  struct Item { int slot, source, token, place, piece, row; bool is_end; };
   static constexpr bool kQuantize = false;
   const DispatchParams &p;
   const char *sent; // [R] parts of this rank's slot
@@ -110,17 +162,21 @@ template <bool kQuantizes> struct SlotRowsReceived {
       for (int r = lane; r - lane < p.call.num_ranks; r += kWarpSize)
         source += __popc(__ballot_sync(kFullWarp, r < p.call.num_ranks && first_slot[r + 1] <= slot));
       const bool is_any = __any_sync(kFullWarp, row >= 0); // none: all its rows are outside the window
-      if (is_any) return {slot, source, token, piece, row, false};
+      if (!is_any) continue;
+      int place = token;
+      if (p.call.is_remote(source))
+        place = reinterpret_cast<const int32_t *>(sent + source * shape.bytes() + shape.packed())[token];
+      return {slot, source, token, place, piece, row, false};
     }
-    return {0, 0, 0, 0, -1, true};
+    return {0, 0, 0, 0, 0, -1, true};
   }
   __device__ const char *part_of(const Item &item) const { return sent + item.source * shape.bytes(); }
   __device__ bool is_own(const Item &item) const { return !kQuantizes && item.source == p.call.rank; }
   __device__ bool is_end(const Item &item) const { return item.is_end; }
   __device__ int bytes() const { return int(shape.row_bytes) / num_pieces; }
   __device__ const char *src(const Item &item) const {
-    const char *rows = is_own(item) ? p.x : part_of(item) + shape.rows();
-    return rows + item.token * shape.row_bytes + item.piece * int64_t(bytes());
+    const char *rows = is_own(item) ? p.x : part_of(item) + shape.rows(); // the own rows are by token
+    return rows + item.place * shape.row_bytes + item.piece * int64_t(bytes());
   }
   __device__ char *dst(const Item &item) const {
     return item.row < 0 ? nullptr : p.recv_x + item.row * shape.row_bytes + item.piece * int64_t(bytes());

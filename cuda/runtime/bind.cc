@@ -87,13 +87,13 @@ std::string bind_from_instantiate(const BindRequest &request) noexcept {
     if (attach(request.key, int(request.num_sms + request.node_sms))) return "";
     if (num_devices() == 0) return ""; // compiled here, run elsewhere: execution would say "not bound"
     const int ranks = int(request.num_ranks), experts = int(request.num_experts), topk = int(request.num_topk);
-    if (request.num_nodes > 1)
-      return call_python(request, node_arena_shape(ranks, int(request.num_nodes), experts, request.row_bytes, topk,
-                                                   request.staging_bytes));
-    return call_python(request, request.num_slots
-                                    ? latency_arena_shape(ranks, experts, request.row_bytes, topk, request.num_tokens,
-                                                          int(request.num_slots))
-                                    : arena_shape(ranks, experts, request.row_bytes, topk, request.staging_bytes));
+    const int nodes = int(request.num_nodes);
+    if (request.num_slots)
+      return call_python(request, latency_arena_shape(ranks, nodes, experts, request.row_bytes, topk, request.num_tokens,
+                                                      int(request.num_slots)));
+    return call_python(request, nodes > 1 ? node_arena_shape(ranks, nodes, experts, request.row_bytes, topk,
+                                                             request.staging_bytes)
+                                          : arena_shape(ranks, experts, request.row_bytes, topk, request.staging_bytes));
   } catch (const std::exception &e) {
     return e.what();
   }

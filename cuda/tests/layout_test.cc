@@ -12,10 +12,10 @@ int main() {
   while (std::scanf("%d %d %" SCNd64 " %d %" SCNd64 " %" SCNd64 " %d %d", &num_ranks, &num_experts, &row_bytes, &num_topk,
                     &staging_bytes, &num_tokens, &num_slots, &num_nodes) == 8) {
     const jax_ep::ArenaShape s =
-        num_nodes > 1 ? jax_ep::node_arena_shape(num_ranks, num_nodes, num_experts, row_bytes, num_topk, staging_bytes)
-        : num_slots
-            ? jax_ep::latency_arena_shape(num_ranks, num_experts, row_bytes, num_topk, num_tokens, num_slots)
-                  : jax_ep::arena_shape(num_ranks, num_experts, row_bytes, num_topk, staging_bytes);
+        num_slots ? jax_ep::latency_arena_shape(num_ranks, num_nodes, num_experts, row_bytes, num_topk, num_tokens, num_slots)
+        : num_nodes > 1
+            ? jax_ep::node_arena_shape(num_ranks, num_nodes, num_experts, row_bytes, num_topk, staging_bytes)
+            : jax_ep::arena_shape(num_ranks, num_experts, row_bytes, num_topk, staging_bytes);
     std::printf("%d %" PRId64 " %d %d %" PRId64 "\n", s.count_words, s.staging_bytes, s.num_slots, s.num_nodes, s.bytes());
   }
 }

@@ -52,11 +52,13 @@ def stages(cache: str) -> list[Stage]:
     plan += [Stage("loopback latency", None, 200, ("test_loopback_latency.py",), NO_XLA)]
     streams = NO_XLA | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # carriers have some, too
     plan += [Stage("loopback nodes", None, 300, ("test_loopback_nodes.py",), streams)]
+    plan += [Stage("loopback latency nodes", None, 300, ("test_loopback_latency_nodes.py",), streams)]
     plan += [Stage("loopback fuzz", None, 120, ("test_fuzz_loopback.py",), NO_XLA)]
     latency = ("--mode", "latency")
     plan += [Stage("loopback fuzz latency", None, 120, ("test_fuzz_loopback.py", *latency), NO_XLA)]
     late = ("--ranks-per-node", "2", "--put-delay", "2e-5")
     plan += [Stage("loopback fuzz nodes", None, 150, ("test_fuzz_loopback.py", *late), streams)]
+    plan += [Stage("loopback fuzz latency nodes", None, 150, ("test_fuzz_loopback.py", *latency, *late), streams)]
     plan += [Stage("quantiser", None, 120, ("test_quantize_device.py",))]
     plan += [Stage("R=1", 1, 60, (exchange, programs, "-k", "routings or direct or 1000_are or recorded"))]
     plan += [Stage(f"R={r}", r, 90, (exchange, *some)) for r in (2, 3)]
