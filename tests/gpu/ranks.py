@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ep
+from jax_ep import testing
 from jax_ep.cli.benchlib.timing import barrier, exchange
 
 # A rank that fails must not keep the others for minutes.
@@ -35,6 +36,11 @@ _sequence = itertools.count()
 def command_buffers(pytest_config) -> bool | None:
     """`Config.command_buffers` of --command-buffers."""
     return {"default": None, "on": True, "off": False}[pytest_config.getoption("--command-buffers")]
+
+
+def combined(oracle, y):
+    """What combine makes of y, in the nodes that CONFIG makes."""
+    return testing.oracle_combine(oracle, y, ranks_per_node=CONFIG.ranks_per_node)
 
 
 def mesh(num_ranks: int | None = None) -> Mesh:

@@ -46,19 +46,8 @@ def implementation(request):
 
 
 def _routing(num_ranks, kind="masked", seed=0):
-    return testing.routing(
-        kind,
-        num_ranks=num_ranks,
-        num_tokens=NUM_TOKENS,
-        num_topk=NUM_TOPK,
-        num_experts=3 * num_ranks,
-        seed=seed,
-    )
-
-
-def _combined(oracle, y):
-    """What combine makes of y, in the nodes of this run."""
-    return testing.oracle_combine(oracle, y, ranks_per_node=ranks.CONFIG.ranks_per_node)
+    sizes = dict(num_ranks=num_ranks, num_tokens=NUM_TOKENS, num_topk=NUM_TOPK, num_experts=3 * num_ranks)
+    return testing.routing(kind, seed=seed, **sizes)
 
 
 def _there_and_back(implementation, num_experts, layout="expert", **options):
@@ -125,7 +114,7 @@ def test_calls_1_2_3_and_1000_are_equal(implementation, layout):
     oracle = testing.oracle_dispatch(x, _routing(size), num_experts=3 * size, layout=layout)
     for recv, out in seen.values():
         testing.check_recv(recv, oracle)
-        testing.same_bits(out, _combined(oracle, oracle.x))
+        testing.same_bits(out, ranks.combined(oracle, oracle.x))
 
 
 @pytest.mark.parametrize("order", ["dp, ep", "ep, dp", "reversed"])
@@ -149,7 +138,7 @@ def test_groups_within_a_mesh(implementation, order):
     for group in (slice(0, num_ranks), slice(num_ranks, size)):
         oracle = testing.oracle_dispatch(x[group], idx[group], num_experts=3 * num_ranks)
         testing.check_recv(jax.tree.map(lambda a, g=group: a[g], recv), oracle)
-        testing.same_bits(out[group], _combined(oracle, oracle.x))
+        testing.same_bits(out[group], ranks.combined(oracle, oracle.x))
 
 
 def test_two_programs_compiled_in_opposite_order(implementation):
@@ -189,7 +178,7 @@ def test_sizes_change(implementation):
         recv, out = ranks.stacked(on, program(*args))
         oracle = testing.oracle_dispatch(x, idx, num_experts=3 * size)
         testing.check_recv(recv, oracle)
-        testing.same_bits(out, _combined(oracle, oracle.x), f"{num_tokens} tokens, call {call}")
+        testing.same_bits(out, ranks.combined(oracle, oracle.x), f"{num_tokens} tokens, call {call}")
 
 
 def test_gradients_with_rotating_idle_ranks(implementation):
@@ -253,7 +242,7 @@ def test_older_handles_in_another_program(implementation, layout):
         again, out = ranks.stacked(on, back(ranks.place(on, x[other]), recvs[n].handle))
         oracle = testing.oracle_dispatch(x[other], idx[n], num_experts=3 * size, layout=layout)
         testing.same_bits(again, oracle.x, f"rows along handle {n}")
-        testing.same_bits(out, _combined(oracle, oracle.x * 2), f"sums along handle {n}")
+        testing.same_bits(out, ranks.combined(oracle, oracle.x * 2), f"sums along handle {n}")
 
 
 def test_ids_of_any_integer_type(implementation):
@@ -273,7 +262,7 @@ def test_ids_of_any_integer_type(implementation):
         meant = np.where((as_given >= 0) & (as_given < 3 * size), idx, np.where(as_given == -1, -1, 2**31 - 1))
         oracle = testing.oracle_dispatch(x, meant, num_experts=3 * size)
         testing.check_recv(recv, oracle)
-        testing.same_bits(out, _combined(oracle, oracle.x), dtype)
+        testing.same_bits(out, ranks.combined(oracle, oracle.x), dtype)
 
 
 def test_a_rank_that_compiles_longer(implementation):
@@ -357,7 +346,7 @@ def test_operands_in_another_memory_order(implementation):
     for x, (recv, out) in zip((rows, rows, rows, rows[:, ::-1]), results, strict=True):
         oracle = testing.oracle_dispatch(x, idx, num_experts=3 * size)
         testing.check_recv(recv, oracle)
-        testing.same_bits(out, _combined(oracle, oracle.x))
+        testing.same_bits(out, ranks.combined(oracle, oracle.x))
 
 
 def test_donated_rows(implementation):
@@ -395,7 +384,7 @@ def test_two_micro_batches_in_flight(implementation):
         routing = dict(num_ranks=size, num_tokens=num_tokens, num_topk=num_topk, num_experts=3 * size, seed=seed)
         arrays[name] = x, testing.routing("masked", **routing)
         oracle = testing.oracle_dispatch(*arrays[name], num_experts=3 * size, layout=layout)
-        expected[name] = _combined(oracle, oracle.x)[me]
+        expected[name] = ranks.combined(oracle, oracle.x)[me]
 
     def fn(arrays):
         recv = {n: _there_and_back(implementation, 3 * size, sizes[n][2])(*arrays[n])[0] for n in "abc"}
