@@ -48,10 +48,11 @@ class Config:
       ranks_per_node: makes nodes, on one host or several: rank r belongs to node r // ranks_per_node, and the last
         has fewer ranks where the number does not divide the group's. combine, and so the gradient of dispatch, then
         sums within each node first (docs/concepts.md, Rounding); dispatch gives the same results. None, or the group's
-        size and more: one node. The CUDA kernels serve up to 32 nodes of equally many ranks, in throughput mode
-        (docs/multihost.md); the rest is the pure-JAX implementation's, and raises NotImplementedError with
-        `implementation="cuda"` when the program is lowered. All that follow are about several nodes only.
-      node_bytes: own memory per rank and group for the chunks in which tokens cross nodes, all directions.
+        size and more: one node. The CUDA kernels serve up to 32 nodes of equally many ranks (docs/multihost.md); the
+        rest is the pure-JAX implementation's, and raises NotImplementedError with `implementation="cuda"` when the
+        program is lowered. All that follow are about several nodes only.
+      node_bytes: own memory per rank and group for the chunks in which tokens cross nodes, all directions. Latency mode
+        has slots instead.
       node_sms: SMs per rank, beside `num_sms`, that do nothing but carry chunks to other nodes, 1 to 16. None: as many
         as keep pace with the others, from the bytes that cross nodes and those that they move (docs/performance.md).
       node_chunk: most tokens of a chunk; each SM has two on their way to a node at a time. None: as many as

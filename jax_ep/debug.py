@@ -23,8 +23,8 @@ def stats() -> dict[str, Any]:
         straight into the receivers' buffers, or in latency mode into their slots; ``vector_calls``: of either kind,
         without bulk copies. Those that XLA replays from a command buffer are not among them, since no host code runs
         then; ``recorded_calls``: how often a call was recorded into one (`Config.command_buffers`), all kinds together.
-      - ``rows_put``: rows of dispatch, and sums of combine, that left for other nodes: one per token and node
-        (since the last `reset`).
+      - ``rows_put``: rows of dispatch, and sums of combine, that left for other nodes: one per token and node,
+        in latency mode per token and rank (since the last `reset`).
       - ``dispatch_entered_ns``: ``time.monotonic_ns()`` when XLA last launched a dispatch that routes, on any local
         device, and not from a command buffer: from there to the end of a program is device work, without what JAX and
         XLA do before.

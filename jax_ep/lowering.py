@@ -129,10 +129,6 @@ def _not_over_nodes(call: Call) -> str:
         problem = "the kernels need as many ranks on every node"
     elif spec.num_nodes > _MAX_NODES:
         problem = f"the kernels take at most {_MAX_NODES}"
-    elif call.part and not tuning.NODE_LATENCY:
-        problem = "the kernels split no exchange over nodes; use dispatch and combine instead of their halves"
-    elif spec.mode == "latency" and not tuning.NODE_LATENCY:
-        problem = 'the kernels have no latency mode over nodes yet; use mode="auto" or "throughput"'
     elif (spec.config.num_sms or 0) > tuning.NODE_MOST_BLOCKS:
         problem = (
             f"the kernels take at most {tuning.NODE_MOST_BLOCKS} SMs there, of Config(num_sms={spec.config.num_sms})"

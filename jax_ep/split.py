@@ -76,7 +76,7 @@ def dispatch_start(x, topk_idx=None, topk_weights=None, **settings: Any) -> Pend
     Raises:
       ValueError, TypeError: as `dispatch` raises them.
       NotImplementedError: under vmap (use `jax.lax.map`); when a program is lowered for CUDA whose shard_map leaves
-        mesh axes automatic, or with several nodes and implementation="cuda".
+        mesh axes automatic; likewise as `dispatch` raises it.
 
     Notes:
       Start and done must each run once for an exchange, in the same order on all ranks: a start whose done never runs

@@ -47,9 +47,7 @@ NODE_SM_RATE = 74e9
 NODE_MOST_SMS = 16
 NODE_FALLBACK_SMS = 2
 NODE_MOST_BLOCKS = 64
-# Whether latency mode and the halves of an exchange are served there: not before these kernels have run on a GPU.
-NODE_LATENCY = False
-NODE_LATENCY_SMS = 4  # carriers there, as many as parts that a slot's rows are put in (kSlotPuts of cuda/layout.h)
+NODE_LATENCY_SMS = 4  # carriers in latency mode, as many as puts of a slot's rows (kSlotPuts of cuda/layout.h)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,16 +39,8 @@ def test_how_many_nodes_the_kernels_serve(num_ranks, ranks_per_node, expected):
     assert expected in lowering._not_over_nodes(lowering.Call("dispatch", "", (), (), spec, None))
 
 
-def test_latency_mode_over_nodes_is_refused(make_mesh, usable):
-    nodes = jax_ep.Config(ranks_per_node=1)
-    with pytest.raises(NotImplementedError, match="no latency mode over nodes yet"):
-        lowered(make_mesh(2), config=nodes, implementation="cuda", mode="latency")
-    assert all(name != "jax_ep_dispatch_latency" for name, *_ in calls(lowered(make_mesh(2), config=nodes)))
-
-
-def test_latency_mode_over_nodes(make_mesh, usable, monkeypatch):
+def test_latency_mode_over_nodes(make_mesh, usable):
     """Latency mode's targets and an arena with its slots, the halves likewise; "auto" stays with chunks of tokens."""
-    monkeypatch.setattr(lowering.tuning, "NODE_LATENCY", True)
     nodes = jax_ep.Config(ranks_per_node=1, num_sms=9, node_sms=3, put_delay_s=2e-6)
     kwargs = dict(config=nodes, implementation="cuda")
     wanted = dict(num_nodes=2, num_carriers=3, put_delay_ns=2000, num_sms=9)

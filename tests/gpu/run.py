@@ -75,11 +75,19 @@ def stages(cache: str) -> list[Stage]:
         Stage("R=8 nodes", 8, 150, (*nodes, "4", "--put-delay", "2e-5")),
     ]
     plan += [Stage("R=8 four nodes", 8, 150, (*nodes, "2"))]
+    by_slots = (*latency, *nodes)
+    plan += [
+        Stage("R=4 latency nodes", 4, 150, (*by_slots, "2")),
+        Stage("R=8 latency nodes", 8, 150, (*by_slots, "4", "--put-delay", "2e-5")),
+        Stage("R=8 latency four nodes", 8, 150, (*by_slots, "2")),
+        Stage("R=4 split nodes", 4, 150, ("--split", *nodes, "2", "--put-delay", "2e-5")),
+    ]
     put = ("-s", "--transport", "nvshmem", *nodes)
     plan += [
         Stage("R=4 nodes nvshmem", 4, 150, (*put, "2")),
         Stage("R=8 nodes nvshmem", 8, 150, (*put, "4")),
         Stage("R=8 four nodes nvshmem", 8, 150, (*put, "2")),
+        Stage("R=4 latency nodes nvshmem", 4, 150, (*latency, *put, "2")),
     ]
     plan += [Stage("R=2 programs", 2, 160, (programs,), alone)]
     plan += [Stage("R=4 programs", 4, 200, (programs, "-k", "not longer"), alone)]
