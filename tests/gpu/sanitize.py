@@ -2,9 +2,9 @@
 
 memcheck (bounds and alignment of every access), synccheck (barriers), racecheck (shared memory) and initcheck (reads of
 device memory that nobody wrote) over R = 2 and 4 ranks on the streams of one process: all layouts, bulk and vector
-copies, direct and staged, rows that cross once, latency mode fused and split, several nodes, FP8 in dispatch and
-combine, windows, side arrays, -1 and invalid ids, drops, idle ranks, no tokens. Every stage has its own time limit and
-log, as in run.py.
+copies, direct and staged, rows that cross once, latency mode fused and split, several nodes in both modes, FP8 in
+dispatch and combine, windows, side arrays, -1 and invalid ids, drops, idle ranks, no tokens. Every stage has its own
+time limit and log, as in run.py.
 A tool that lets one kernel run at a time cannot run ranks that wait for each other: those stages say "not run".
 """
 
@@ -38,7 +38,7 @@ LATENCY = {
     ),
 }  # fmt: skip
 PIECES = ("segments", "14 pieces and a side", "3 pieces of 7 scales", "14 pieces of 2 scales")
-# Cases of test_loopback_nodes.py.
+# Cases of test_loopback_nodes.py, and of test_loopback_latency_nodes.py but for those that cross once.
 NODES = (
     "one rank a node", "two ranks, two nodes", "mixed ids", "mixed ids, token", "dropped, batched", "idle ranks",
     "no tokens", "window 1, token", "side of bytes", "fp8", "fp8 wire", "crosses once",
@@ -67,7 +67,11 @@ def _latency(cases: dict, pieces: tuple[str, ...]) -> list[str]:
 
 def _nodes() -> list[str]:
     ways = [("bulk", "in order"), ("vector", "late")]
-    return [f"test_loopback_nodes.py::test_equals_reference[{case}-{a}-{b}]" for case in NODES for a, b in ways]
+    tests = [f"test_loopback_nodes.py::test_equals_reference[{case}-{a}-{b}]" for case in NODES for a, b in ways]
+    ways, cases = [("bulk", "fused"), ("vector", "split, late")], [case for case in NODES if "crosses" not in case]
+    return tests + [
+        f"test_loopback_latency_nodes.py::test_equals_reference[{case}-{a}-{b}]" for case in cases for a, b in ways
+    ]
 
 
 def stages(sanitizer: str) -> list[run.Stage]:
