@@ -48,6 +48,24 @@ def mesh(num_ranks: int | None = None) -> Mesh:
     return Mesh(np.array(jax.devices()[:num_ranks]), ("ep",))
 
 
+def call(program, on: Mesh, arrays):
+    """`program(on, empty)` of arrays stacked over ranks, on the device. `empty`: which of them have no elements.
+
+    Those come with one row, which the program takes away (`without_rows`): XLA of jax 0.11.2 ends the process over an
+    operand without elements that several GPUs share.
+    """
+    empty = tuple(a.size == 0 for a in arrays)
+    arrays = [np.zeros((len(a), 1, *a.shape[2:]), a.dtype) if e else a for a, e in zip(arrays, empty, strict=True)]
+    arrays = place(on, arrays)
+    poison()
+    return program(on, empty)(*arrays)
+
+
+def without_rows(arrays, empty):
+    """Within a program for `call`."""
+    return [a[:0] if e else a for a, e in zip(arrays, empty, strict=True)]
+
+
 def takes_part(on: Mesh) -> bool:
     return any(d.process_index == jax.process_index() for d in on.devices.flat)
 

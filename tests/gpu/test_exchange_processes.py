@@ -26,8 +26,8 @@ def num_ranks():
 
 
 @functools.cache
-def _program(sizes: Sizes, num_ranks: int):
-    return testing.on_ranks(lambda *arrays: exchange(sizes, Inputs(*arrays)), ranks.mesh(num_ranks))
+def _program(sizes: Sizes, on, empty):
+    return testing.on_ranks(lambda *arrays: exchange(sizes, Inputs(*ranks.without_rows(arrays, empty))), on)
 
 
 class _Processes(ExchangeCases):
@@ -69,9 +69,7 @@ class _Processes(ExchangeCases):
         inputs, oracle = make_inputs(sizes, topk_idx, seed)
         result = None
         if ranks.takes_part(on):
-            args = ranks.place(on, dataclasses.astuple(inputs))
-            ranks.poison()
-            result = _program(sizes, sizes.num_ranks)(*args)
+            result = ranks.call(functools.partial(_program, sizes), on, dataclasses.astuple(inputs))
         result = ranks.stacked(on, result)
         if ranks.is_my_turn():
             check(sizes, result, inputs, oracle)
