@@ -137,12 +137,12 @@ def node_rows(
 ) -> tuple[float, float]:
     """Rows per token of a rank over several nodes: those that SMs of calls read and write, and those of carriers.
 
-    With X, the other nodes that a token reaches: a carrier reads and writes each. dispatch reads a row once more to
-    pack it, and each is packed and read by the partner; combine writes and reads each sum, that of the own node, too.
+    With X, the other nodes that a token reaches: a carrier reads and writes each. dispatch packs each, and the partner
+    reads it; combine writes and reads each sum, that of the own node, too.
     """
     reached, _ = ranks_per_token(num_nodes, num_experts, num_topk)
     others = reached * (num_nodes - 1) / num_nodes
-    own = 2.0 if op == "combine" else 1.0
+    own = 2.0 if op == "combine" else 0.0
     return rows_touched(op, layout, num_ranks, num_experts, num_topk) + own + 2 * others, 2 * others
 
 
@@ -177,7 +177,7 @@ def node_sms(
     carriers = wanted * per_sm
     if not num_sms:  # both share what there is
         carriers = min(carriers, placement.max_num_sms * per_sm / (1 + per_sm))
-    return max(1, min(math.ceil(carriers), NODE_MOST_SMS, placement.max_num_sms - (num_sms or 1)))
+    return max(1, min(round(carriers), NODE_MOST_SMS, placement.max_num_sms - (num_sms or 1)))
 
 
 def latency_node_sms(placement: Placement | None, asked: int | None, num_sms: int | None = None) -> int:

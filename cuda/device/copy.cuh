@@ -178,6 +178,29 @@ __device__ __forceinline__ void bulk_store(char *global, const char *shared, uns
 #endif
 }
 
+// The same for what is touched once: its lines leave the L2 cache before others. `policy`: bulk_once().
+__device__ __forceinline__ uint64_t bulk_once() {
+  uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+__device__ __forceinline__ void bulk_load(char *shared, const char *global, unsigned bytes, BulkBarrier *bar, uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+               :: "r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(__cvta_generic_to_global(global)), "r"(bytes),
+                  "r"(uint32_t(__cvta_generic_to_shared(&bar->word))), "l"(policy) : "memory");
+#endif
+}
+__device__ __forceinline__ void bulk_store(char *global, const char *shared, unsigned bytes, uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
+               :: "l"(__cvta_generic_to_global(global)), "r"(uint32_t(__cvta_generic_to_shared(shared))), "r"(bytes), "l"(policy)
+               : "memory");
+#endif
+}
+
 __device__ __forceinline__ void bulk_commit() {
 #if __CUDA_ARCH__ >= 900
   cuda::ptx::cp_async_bulk_commit_group();

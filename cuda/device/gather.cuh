@@ -126,8 +126,9 @@ struct WarpShare { unsigned warp, num_warps; };
 
 // Runs sums [0, num_sums) through `sink(step, fetch)`. `fetch(i, at)` is what a lane finds at byte `at` of row i; all
 // lanes call it together, those that want nothing with `at` < 0. `room`: the block's stages; `bars`: two barriers per
-// warp; `parity`: of both, kept between calls.
-template <bool kBulk, class Ask, class RowsOf, class Sink>
+// warp; `parity`: of both, kept between calls. `kOnce`: nobody reads the rows again soon, and other things in the L2 cache
+// are worth more.
+template <bool kBulk, bool kOnce = false, class Ask, class RowsOf, class Sink>
 __device__ __forceinline__ void gather_sums(const GatherPlan &plan, WarpShare share, unsigned num_sums, char *room,
                                             BulkBarrier *bars, unsigned &parity, Ask ask, RowsOf rows_of, Sink sink) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -151,8 +152,10 @@ __device__ __forceinline__ void gather_sums(const GatherPlan &plan, WarpShare sh
       const int bytes = s.end - s.begin;
       if (lane == 0) bulk_expect(bar + stage, unsigned(bytes * s.count));
       __syncwarp(); // bytes are expected before the first of them can arrive
-      if (lane < s.count)
-        bulk_load(stages + stage * plan.stage_bytes + lane * bytes, steps.src() + s.begin, unsigned(bytes), bar + stage);
+      if (lane >= s.count) return;
+      char *to = stages + stage * plan.stage_bytes + lane * bytes;
+      if constexpr (kOnce) bulk_load(to, steps.src() + s.begin, unsigned(bytes), bar + stage, bulk_once());
+      else bulk_load(to, steps.src() + s.begin, unsigned(bytes), bar + stage);
     };
     int stage = 0;
     if (has_now) start(now, stage);

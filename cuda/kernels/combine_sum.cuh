@@ -135,8 +135,14 @@ template <DType kType> __device__ __forceinline__ void end_node(float *sum, floa
   for (int i = 0; i < Payload<kType>::kLanes; ++i) node[i] = 0.f;
 }
 
+// A vector of a sum. `kKeeps`: it is read again soon, and stays in the L2 cache.
+template <bool kKeeps> __device__ __forceinline__ void store_sum(char *p, int4 v) {
+  if constexpr (kKeeps) *reinterpret_cast<int4 *>(p) = v;
+  else store_row(p, v);
+}
+
 // A token's sum over ranks, with the bias, to the result.
-template <DType kType, int kUnroll> struct StoreOut {
+template <DType kType, int kUnroll, bool kKeeps = false> struct StoreOut {
   char *out;
   const char *bias;
   int64_t row_bytes;
@@ -154,7 +160,7 @@ template <DType kType, int kUnroll> struct StoreOut {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
           const int4 sum = Row::add_pair(fetch(0, at[u]), fetch(1, at[u]));
-          if (at[u] >= 0) store_row(out + row + at[u], sum);
+          if (at[u] >= 0) store_sum<kKeeps>(out + row + at[u], sum);
         }
         continue;
       }
@@ -164,7 +170,7 @@ template <DType kType, int kUnroll> struct StoreOut {
       for (int u = 0; u < kUnroll; ++u) {
         if (at[u] < 0) continue;
         if (bias) add_row<kType>(acc[u], load_row(bias + row + at[u]));
-        store_row(out + row + at[u], Row::pack(acc[u]));
+        store_sum<kKeeps>(out + row + at[u], Row::pack(acc[u]));
       }
     }
   }
@@ -205,8 +211,8 @@ template <DType kType, int kUnroll> struct StoreOutOfNodes {
   }
 };
 
-// The same from WireRows: a lane sums 16 channels of a group. `kNodes`: as StoreOutOfNodes.
-template <DType kType, bool kNodes = false> struct StoreOutOfWire {
+// The same from WireRows: a lane sums 16 channels of a group. `kNodes`: as StoreOutOfNodes; `kKeeps`: as store_sum.
+template <DType kType, bool kNodes = false, bool kKeeps = false> struct StoreOutOfWire {
   char *out;
   const char *bias;
   int64_t row_bytes;
@@ -241,7 +247,7 @@ template <DType kType, bool kNodes = false> struct StoreOutOfWire {
       for (int v = 0; v < kVectors; ++v) {
         if (at + v * 16 >= int(row_bytes)) continue;
         if (bias) add_row<kType>(sum + v * Row::kLanes, load_row(bias + row + v * 16));
-        store_row(out + row + v * 16, Row::pack(sum + v * Row::kLanes));
+        store_sum<kKeeps>(out + row + v * 16, Row::pack(sum + v * Row::kLanes));
       }
     }
   }

@@ -125,19 +125,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     unsigned parity = 0;
     char *const moving = shared + plan.room;
     NodeLinks links(p.call, session, node_plan, p.num_tokens);
-    if constexpr (kNodes) // the first chunks are on their way while own tokens move
-      ok = node_plan.rounds == 0 || put_round<kRoute, kBulk, kQuantize>(p, plan.move, moving, bars, parity, links, 0);
-    const SentRows<kRoute, kQuantize> rows(p, peers, plan.move);
-    if constexpr (kBulk) parity = move_rows_bulk(p, plan.move, moving, bars, parity, rows);
-    else move_rows_vector(p, plan.move, moving, rows);
-    zero_rest<kRoute, kBulk>(p, kBulk ? plan.move.num_warps : 0, shared + plan.zeros, kZeroPage, own);
-    if constexpr (kNodes) {
-      __syncthreads(); // the stages are free
+    if constexpr (kNodes) { // rows for this node and for the others, round by round
+      const auto put = [&](int round) {
+        return put_round<kRoute, kBulk, kQuantize>(p, peers, plan.move, moving, bars, parity, links, round);
+      };
+      ok = node_plan.rounds == 0 || put(0);
+      zero_rest<kRoute, kBulk>(p, kBulk ? plan.move.num_warps : 0, shared + plan.zeros, kZeroPage, own);
       for (int round = 0; round < node_plan.rounds && ok; ++round) {
-        if (round + 1 < node_plan.rounds)
-          ok = put_round<kRoute, kBulk, kQuantize>(p, plan.move, moving, bars, parity, links, round + 1);
+        if (round + 1 < node_plan.rounds) ok = put(round + 1);
         ok = ok && hand_on_round<kRoute, kBulk>(p, peers, plan.move, moving, bars, parity, links, round);
       }
+    } else {
+      const SentRows<kRoute, kQuantize> rows(p, peers, plan.move);
+      if constexpr (kBulk) parity = move_rows_bulk(p, plan.move, moving, bars, parity, rows);
+      else move_rows_vector(p, plan.move, moving, rows);
+      zero_rest<kRoute, kBulk>(p, kBulk ? plan.move.num_warps : 0, shared + plan.zeros, kZeroPage, own);
     }
     // 5 copy
     copy_received<kBulk>(p, session, plan.move, moving, bars, parity);

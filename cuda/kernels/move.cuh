@@ -157,6 +157,13 @@ template <bool kRoute, bool kQuantizes> struct SentRows {
 template <class Source> constexpr bool kTakesSides = false;
 template <bool kRoute, bool kQuantize> constexpr bool kTakesSides<SentRows<kRoute, kQuantize>> = true;
 
+// Sources whose rows go to a second place from a lane, too: `second` and `second_side`, null: to none.
+template <class Source> constexpr bool kHasSecond = false;
+// Sources whose rows, and places of rows, are not touched again soon: other things in the L2 cache are worth more. (`second`
+// is one of these.)
+template <class Source> constexpr bool kReadsOnce = false;
+template <class Source> constexpr bool kWritesOnce = false;
+
 // Copies that a receiver makes: rows that crossed a link once, for the other experts of their token.
 struct ReceivedRows {
   struct Item { int row, first; bool is_copy, is_end; }; // row `first` of recv_x also becomes this lane's `row`
@@ -222,9 +229,15 @@ __device__ __forceinline__ unsigned move_rows_bulk(const DispatchParams &p, cons
     if (lane != 0) return;
     const int bytes = min(row_bytes - at, plan.stage_bytes), side = at + bytes == row_bytes ? taken : 0;
     bulk_expect(bar + stage, unsigned(bytes + (Source::kQuantize ? 0 : side)));
-    bulk_load(stages + stage * plan.stage_bytes, source.src(item) + at, unsigned(bytes), bar + stage);
+    char *to = stages + stage * plan.stage_bytes;
+    if constexpr (kReadsOnce<Source>) bulk_load(to, source.src(item) + at, unsigned(bytes), bar + stage, bulk_once());
+    else bulk_load(to, source.src(item) + at, unsigned(bytes), bar + stage);
     if constexpr (kTakesSides<Source> && !Source::kQuantize)
       if (side) bulk_load(sides + stage * side_room, source.side_src(item), unsigned(side), bar + stage);
+  };
+  auto store = [&](char *to, const char *what, int bytes) { // to the lane's first place
+    if constexpr (kWritesOnce<Source>) bulk_store(to, what, unsigned(bytes), bulk_once());
+    else bulk_store(to, what, unsigned(bytes));
   };
   int stage = 0, at = 0;
   char *scales = sides;
@@ -243,7 +256,8 @@ __device__ __forceinline__ unsigned move_rows_bulk(const DispatchParams &p, cons
     if (is_last && !source.is_end(coming)) after = source.next(lane);
     bulk_wait_loaded(bar + stage, parity >> stage & 1);
     parity ^= 1u << stage;
-    char *dst = source.dst(now), *from = stages + stage * plan.stage_bytes;
+    char *dst = source.dst(now), *second = nullptr, *from = stages + stage * plan.stage_bytes;
+    if constexpr (kHasSecond<Source>) second = source.second(now);
     if constexpr (Source::kQuantize) {
       const int item = int(dtype_bytes(p.dtype)), channels = bytes / item, first = at / item;
       char *quantised = stages + 2 * plan.stage_bytes + stage * plan.quant_bytes;
@@ -253,13 +267,20 @@ __device__ __forceinline__ unsigned move_rows_bulk(const DispatchParams &p, cons
                     scales + first / 128 * (p.quantize == Quantize::kFp8 ? 4 : 1), p.quantize);
       bulk_fence_shared(); // written through the generic proxy, about to be read by the copy engine; the stage is read
       __syncwarp();
-      if (dst) bulk_store(dst + first, quantised, unsigned(channels));
-    } else if (dst) {
-      bulk_store(dst + at, from, unsigned(bytes));
+      if (dst) store(dst + first, quantised, channels);
+      if (second) bulk_store(second + first, quantised, unsigned(channels));
+    } else {
+      if (dst) store(dst + at, from, bytes);
+      if (second) bulk_store(second + at, from, unsigned(bytes));
     }
-    if constexpr (kTakesSides<Source>)
-      if (dst && is_last && taken)
-        bulk_store(source.side_dst(now), Source::kQuantize ? scales : sides + stage * side_room, unsigned(taken));
+    if constexpr (kTakesSides<Source>) {
+      if (is_last && taken) {
+        const char *side = Source::kQuantize ? scales : sides + stage * side_room;
+        if (dst) bulk_store(source.side_dst(now), side, unsigned(taken));
+        if constexpr (kHasSecond<Source>)
+          if (second) bulk_store(source.second_side(now), side, unsigned(taken));
+      }
+    }
     bulk_commit();
     at += bytes;
     if (is_last) {
@@ -299,8 +320,9 @@ __device__ void move_rows_vector(const DispatchParams &p, const MovePlan &plan, 
     }
   };
   for (auto now = source.next(lane); !source.is_end(now); now = source.next(lane)) {
-    char *dst = source.dst(now);
-    const unsigned todo = __ballot_sync(kFullWarp, dst != nullptr);
+    char *dst = source.dst(now), *second = nullptr;
+    if constexpr (kHasSecond<Source>) second = source.second(now);
+    const unsigned todo = __ballot_sync(kFullWarp, dst != nullptr), also = __ballot_sync(kFullWarp, second != nullptr);
     const char *src = source.src(now);
     if constexpr (Source::kQuantize) {
       const int item = int(dtype_bytes(p.dtype));
@@ -310,10 +332,12 @@ __device__ void move_rows_vector(const DispatchParams &p, const MovePlan &plan, 
                       scales + first / 128 * (p.quantize == Quantize::kFp8 ? 4 : 1), p.quantize);
         __syncwarp();
         send(quantised, dst, todo, first, channels);
+        if constexpr (kHasSecond<Source>) send(quantised, second, also, first, channels);
         __syncwarp(); // read before it is written again
       }
     } else {
       send(src, dst, todo, 0, source.bytes());
+      if constexpr (kHasSecond<Source>) send(src, second, also, 0, source.bytes());
     }
     source.finish(now, scales, lane);
     __syncwarp(); // the scales are read before the next row's are written

@@ -47,24 +47,20 @@ __device__ __forceinline__ void sum_on_node(const NodeSums &s, int count, char *
     return holders.rows(p, s.peers, slots(index), lane, reads_singles, [](int) -> const char * { return nullptr; });
   };
   auto sum_into = [&](auto store) {
-    gather_sums<kBulk>(s.plan.pull, {unsigned(warp), unsigned(s.plan.pull.num_warps)}, count, s.room(), s.bars(), parity, ask,
+    gather_sums<kBulk, true>(s.plan.pull, {unsigned(warp), unsigned(s.plan.pull.num_warps)}, count, s.room(), s.bars(), parity, ask,
                        rows_of, store);
   };
-  if constexpr (kWire) sum_into(StoreOutOfWire<kType>{out, nullptr, p.y_bytes, 0});
-  else sum_into(StoreOut<kType, kUnroll>{out, nullptr, p.y_bytes, 0});
+  if constexpr (kWire) sum_into(StoreOutOfWire<kType, false, true>{out, nullptr, p.y_bytes, 0});
+  else sum_into(StoreOut<kType, kUnroll, true>{out, nullptr, p.y_bytes, 0});
 }
 
 // Which tokens of the round reach which node, to the partners there.
 __device__ __noinline__ void ask_round(const CombineParams &p, NodeLinks &links, int round) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_topk = p.call.num_topk;
   const int rows = links.place(round, [&](int token) {
-    unsigned reached = 0;
-    for (int k = 0; k < num_topk; ++k) {
-      const int64_t at = int64_t(token) * num_topk + k;
-      const int expert = p.topk_clean[at];
-      if (expert >= 0 && p.dst_row[at] >= 0) reached |= 1u << p.call.node_of(expert / p.num_local_experts);
-    }
-    return reached;
+    const int64_t at = int64_t(token) * num_topk + lane;
+    const int expert = lane < num_topk ? p.topk_clean[at] : -1;
+    return expert >= 0 && p.dst_row[at] >= 0 ? 1u << p.call.node_of(expert / p.num_local_experts) : 0u;
   });
   (void)rows; // the answers are what is counted
   const TokenRange range = links.tokens(round);
@@ -93,8 +89,9 @@ __device__ __noinline__ bool answer_round(const NodeSums &s, int round, unsigned
   const NodeCell &cell = links.plan.cell;
   const int lane = threadIdx.x % kWarpSize, num_topk = p.call.num_topk, first_rank = p.call.first_of_node();
   if (!links.wait(kAsked, round)) return false;
-  for (int n = 0; n < links.num_nodes; ++n) {
-    if (n == links.own) continue;
+  const int64_t tokens = links.plan.tokens;
+  for (int i = 1; i < links.num_nodes; ++i) {
+    const int n = (links.own + i) % links.num_nodes; // not all partners answer the same node first
     const char *asked = links.records_in(round, n);
     const int count = min(NodeLinks::count_of(asked), links.plan.tokens);
     char *sums = links.sums_out(round, n);
@@ -119,12 +116,10 @@ __device__ __noinline__ bool answer_round(const NodeSums &s, int round, unsigned
       }
     }
     if (threadIdx.x == 0) *reinterpret_cast<int32_t *>(sums) = count, links.count_rows(count);
+    __syncthreads(); // every thread's stores, before the post, whose release covers them
+    if (threadIdx.x == 0) // at once, while the sums are still in the L2 cache
+      links.put_to(n, kArrived, round, cell.sums_out(tokens), cell.sums_in(tokens), cell.sum_rows(tokens) + count * cell.row_bytes);
   }
-  const int64_t tokens = links.plan.tokens;
-  links.put(kArrived, round, cell.sums_out(tokens), cell.sums_in(tokens), [&](int n) {
-    const int count = min(NodeLinks::count_of(links.records_in(round, n)), links.plan.tokens);
-    return cell.sum_rows(tokens) + count * cell.row_bytes;
-  });
   return true;
 }
 

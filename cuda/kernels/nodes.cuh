@@ -50,24 +50,33 @@ class NodeLinks {
   template <class Bytes> __device__ void put(NodeFlag flag, int round, int64_t from, int64_t to, Bytes bytes) {
     __syncthreads(); // every thread's stores, before the posts of those below, whose release covers them
     const int n = threadIdx.x;
-    if (n >= num_nodes || n == own) return;
+    if (n < num_nodes && n != own) put_to(n, flag, round, from, to, bytes(n));
+  }
+  // One thread, behind a barrier after everybody's stores: to one node.
+  __device__ void put_to(int n, NodeFlag flag, int round, int64_t from, int64_t to, int64_t bytes) {
     const int parity = round & 1;
     const int64_t theirs = cell_at(round, own), mine = cell_at(round, n);
     session_.post(3 * int64_t(call_.num_ranks) + call_.shape.node_flag(flag, parity, n, blockIdx.x),
-                  Put{0, 0, mine + from, theirs + to, bytes(n),
+                  Put{0, 0, mine + from, theirs + to, bytes,
                       call_.shape.node_flags() + call_.shape.node_flag(flag, parity, own, blockIdx.x) * 8,
                       round_word(session_.epoch(), uint64_t(round) + 1), call_.partner(n)});
   }
 
   // All threads. Which nodes each token of the round reaches, and where in their chunks it is: `places`, and the counts in
-  // the headers of `records_out`. `reaches(token)`: bit n for node n. Of the own node the place is the token's number in the
-  // round. Returns the tokens times nodes that are to be put.
+  // the headers of `records_out`. `reaches(token)`: by a warp, lane k says which node its entry reaches, a bit, or 0. Of the
+  // own node the place is the token's number in the round. Returns the tokens times nodes that are to be put.
   template <class Reaches> __device__ int place(int round, Reaches reaches) {
     __shared__ int s_count[kMaxNodeTokens / kWarpSize];
+    __shared__ unsigned s_reached[kMaxNodeTokens];
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
     const TokenRange range = tokens(round);
     const int index = threadIdx.x, size = range.end - range.begin;
-    const unsigned reached = index < size ? reaches(range.begin + index) : 0u;
+    for (int i = warp; i < size; i += num_warps) { // a warp each, so that all of a token's loads are under way together
+      const unsigned all = __reduce_or_sync(kFullWarp, reaches(range.begin + i));
+      if (lane == 0) s_reached[i] = all;
+    }
+    __syncthreads(); // before each is read
+    const unsigned reached = index < size ? s_reached[index] : 0u;
     int sum = 0;
     for (int n = 0; n < num_nodes; ++n) {
       const bool goes = reached >> n & 1;
