@@ -414,6 +414,7 @@ def test_first_call_command(tmp_path, processes):
     result = json.loads((tmp_path / "f.json").read_text())
     assert set(result["median_ratio"]) == {"ours", "control"}
     (start,) = result["starts"]
+    assert all(start[key]["paused_us"] > 0 for key in ("ours", "control")) and "us after a pause" in done.stdout
     assert len(start["ours"]["calls_us"]) == 8 and start["mode"] == "latency" and start["num_ranks"] == 2
 
 

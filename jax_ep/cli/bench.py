@@ -339,4 +339,7 @@ def _setups(plan: Plan, args: argparse.Namespace) -> int:
 
 def _describe(run: dict, key: str) -> str:
     r = run[key]
-    return f"{key} {r['first_us']:.0f} us first / {r['steady_us']:.0f} us steady = {r['ratio']:.2f}"
+    return (
+        f"{key} {r['first_us']:.0f} us first / {r['steady_us']:.0f} us steady = {r['ratio']:.2f} "
+        f"({r['paused_us']:.0f} us after a pause)"
+    )

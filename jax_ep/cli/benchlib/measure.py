@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,8 @@ from jax_ep.cli.benchlib import findings, implementations, timing, workloads
 from jax_ep.cli.benchlib.implementations import AXIS, OURS
 from jax_ep.cli.benchlib.plan import Plan
 from jax_ep.cli.benchlib.workloads import Traffic, Workload
+
+PAUSE_S = 2.0  # a device and its links go to sleep long before
 
 
 def mesh() -> Mesh:
@@ -444,15 +447,17 @@ def first_call(plan: Plan) -> dict:
     times = {}
     for key, fn in (("ours", ours), ("control", control)):  # ours first: nothing has warmed the device for it
         entered_ns = int if key == "control" else lambda: jax_ep.debug.stats()["dispatch_entered_ns"]
-        since_call, since_entry = timing.calls_us(
-            compile_(fn).lower(*args).compile(), args, plan.repeats + 5, entered_ns
-        )
-        times[key] = since_call
-        if all(since_entry):  # without what JAX and XLA do before they come to the first exchange
-            times[f"{key} on the device"] = since_entry
-    for key, calls in times.items():
+        program = compile_(fn).lower(*args).compile()
+        since_call, since_entry = timing.calls_us(program, args, plan.repeats + 5, entered_ns)
+        time.sleep(PAUSE_S)
+        paused_call, paused_entry = timing.calls_us(program, args, 1, entered_ns)
+        times[key] = since_call, paused_call[0]
+        if all(since_entry + paused_entry):  # without what JAX and XLA do before they come to the first exchange
+            times[f"{key} on the device"] = since_entry, paused_entry[0]
+    for key, (calls, paused_us) in times.items():
         steady_us = float(np.median(calls[5:]))
         result[key] = {"first_us": calls[0], "steady_us": steady_us, "ratio": calls[0] / steady_us, "calls_us": calls}
+        result[key]["paused_us"] = paused_us
     result["measured"] = list(times)
     result["setup_ms"] = max(timing.exchange(jax_ep.debug.stats()["setup_ms"]), key=lambda ms: sum(ms.values()))
     return result
