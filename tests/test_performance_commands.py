@@ -28,13 +28,13 @@ def test_commands_of_the_bench(monkeypatch):
         monkeypatch.setattr(bench, name, lambda *a, name=name: begun.append(name) or 0)
     monkeypatch.setattr(launch, "num_gpus", lambda: 1)
     words = [command[3:] for command in commands() if command[:3] == ["-m", "jax_ep", "bench"]]
-    assert len(words) >= 12
+    assert len(words) >= 8
     assert [bench.main(w) for w in words] == [0] * len(words)
     assert len(begun) == len(words) and set(begun) == {"_tables", "_setups", "_first_calls", "_block"}
     # What nobody has measured yet ends by itself, whatever hangs; --timeout is of one start.
     later = commands("## Not measured yet")
     started = [words for words in later if words[:3] in (["-m", "jax_ep", "bench"], ["-m", "jax_ep", "launch"])]
-    assert len(started) >= 12 and all("--timeout" in words for words in started)
+    assert len(started) >= 5 and all("--timeout" in words for words in started)
 
 
 def test_other_commands(monkeypatch):
