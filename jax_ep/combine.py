@@ -80,7 +80,8 @@ def combine(
       Deterministic: equal bits on every run. Unweighted sums are also equal between implementations; weighted
       ones within num_topk * 2**-23 * sum |w*y| plus one ulp per rounding, because XLA may fuse multiply and add.
       Under `jax.checkpoint` the result is named "jax_ep_out".
-      Memory: the result, and except in layout "token" [num_ranks * num_tokens, hidden] of partial sums.
+      Memory: the result, and in throughput mode [num_ranks * num_tokens, hidden] of partial sums, except in layout
+      "token" without quantize.
 
     Source:
       The contract follows DeepEP's combine (https://github.com/deepseek-ai/DeepEP), with weights applied here on

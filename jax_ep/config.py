@@ -20,7 +20,8 @@ class Config:
     Args:
       num_sms: SMs (= thread blocks) that one call uses. None: chosen per call, 4 to 48, from its sizes and from
         where the ranks are: the fewest that a model of link and memory asks for (docs/performance.md). All ranks'
-        blocks must fit on their GPU together; asking for more is a ValueError.
+        blocks must fit on their GPU together, over several nodes with those of `node_sms`; asking for more is a
+        ValueError. Over several nodes at most 64.
       setup_timeout_s: seconds to wait at compile time for the peers' set-up records and memory.
       first_call_timeout_s: seconds that a rank waits for its peers in a group's first call (they may still
         be compiling).

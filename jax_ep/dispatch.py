@@ -144,8 +144,9 @@ def dispatch(
       Under `jax.checkpoint` the handle's arrays are named "jax_ep_handle" and the received rows and weights
       "jax_ep_recv". A policy that saves both keeps the backward pass from dispatching again; otherwise it does so
       with equal results.
-      Memory: the result, and on CUDA flags and a staging window (`Config.staging_bytes`) per group. The pure-JAX
-      implementation also gathers [num_ranks * num_tokens, hidden].
+      Memory: the result, and on CUDA per group flags and a staging window (`Config.staging_bytes`), in latency mode
+      slots, over several nodes chunks (`Config.node_bytes`): `buffer_bytes` counts them. The pure-JAX implementation
+      also gathers [num_ranks * num_tokens, hidden].
 
     Source:
       The contract follows DeepEP's dispatch (https://github.com/deepseek-ai/DeepEP); row order and group sizes

@@ -34,7 +34,8 @@ def dispatch_start(x, topk_idx=None, topk_weights=None, **settings: Any) -> Pend
         dispatch_done(dispatch_start(...)) == dispatch(...)          bit for bit, gradients too
 
     Between the two no SM is held and nothing of them runs on any rank, so whatever lies there has the GPU to itself,
-    while rows are on their way. XLA orders calls by data flow only; barriers say what shall run in between::
+    while rows are on their way. (Over several nodes `Config.node_sms` SMs are held until all is put there.) XLA
+    orders calls by data flow only; barriers say what shall run in between::
 
         pending = jax_ep.dispatch_start(x, topk_idx, topk_weights, num_experts=8, axis_name="ep")
         pending, shared = jax.lax.optimization_barrier((pending, shared))     # not before start

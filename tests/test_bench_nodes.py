@@ -37,7 +37,7 @@ def test_nodes_are_cases_beside_one_node(four_ranks):
     ]
     configs = [case.implementation()._config for case in cases[:3]]
     assert [(c.ranks_per_node, c.transport) for c in configs] == plan.nodes(4)
-    # A row of the table says it; halves, which the kernels do not have over nodes, are measured on one only.
+    # A row of the table says it; halves are measured on one node only.
     plan = dataclasses.replace(plan, modes=("throughput",), num_sms=(), num_calls=2, is_split=True, ops=("combine",))
     machine, setting = measure.Machine(copy_gb_s=1.0, link_gb_s=None), cases[0].setting
     of = [[*measure._case_rows(plan, machine, case, setting)] for case in cases[3:5]]

@@ -285,7 +285,7 @@ def _case_rows(plan: Plan, machine: Machine, case: Case, full: Setting) -> Itera
     setting = case.setting
     workload, compile_ = setting.workload, compiler(setting.over)
     impl = case.implementation()
-    # Halves do not depend on the mode, and the kernels have none over several nodes.
+    # Halves do not depend on the mode, and are measured on one node only.
     is_split = case.is_ours and plan.is_split and case.mode == plan.modes[0] and case.ranks_per_node is None
     ready, problem = None, _too_large(case) if case.is_ours else ""
     if not problem:
