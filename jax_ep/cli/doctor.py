@@ -17,7 +17,7 @@ import jax
 import jaxlib
 
 import jax_ep
-from jax_ep import _ffi, group
+from jax_ep import _ffi, group, nvshmem
 from jax_ep.cli import launch, mps
 
 PACKAGES = (
@@ -69,7 +69,8 @@ def report() -> tuple[list[tuple[str, str]], list[str]]:
     else:
         module = _ffi.module()
         built = ".".join(map(str, module.ffi_api_version))
-        lines.append(("CUDA extension", f"FFI API {built}, protocol {module.protocol}"))
+        lines.append(("CUDA extension", f"CUDA {module.cuda_major}, FFI API {built}, protocol {module.protocol}"))
+        lines.append(("groups over hosts", nvshmem.problem(2) or "NVSHMEM"))
 
     num_gpus = launch.num_gpus()
     lines.append(("GPUs (driver)", str(num_gpus)))
