@@ -13,6 +13,9 @@
 namespace jax_ep {
 
 constexpr int kCarrierThreads = 512;
+// Limits that nothing came for. The call's kernel waits for one at a time, in the worst case for a few of them before it posts
+// again; what is posted after its carrier has gone is done by the next call's.
+constexpr int kCarrierLimits = 16;
 constexpr int kWorkers = kCarrierThreads / kWarpSize - 1; // warp 0 looks
 constexpr int kPutSlots = kWarpSize;                      // puts under way in a block: one lane looks at each
 constexpr int kStages = 4;                                // of a worker
@@ -141,10 +144,12 @@ template <class Transport> __device__ void look(const CarrierParams &p, CarrierS
         const int from = transport.pick(left, number_of_look);
         left &= ~(1u << from);
         unsigned free = 0;
-        while (true) { // workers need nobody to go on
+        const uint64_t full = now_ns();
+        while (true) { // stores need nobody to go on; a put over a network may hang with a peer or a card that is gone
           // Acquires that the workers have read the slot's put.
           free = __ballot_sync(kFullWarp, BlockWord<uint32_t>(s.slots[lane].left).load(cuda::memory_order_acquire) == 0);
           if (free) break;
+          if (__any_sync(kFullWarp, int64_t(now_ns() - full) > int64_t(p.limit_ns) * kCarrierLimits)) return;
           __nanosleep(100);
         }
         __syncwarp(); // what the searching lanes acquired, before another lane writes the slot
@@ -167,9 +172,8 @@ template <class Transport> __device__ void look(const CarrierParams &p, CarrierS
       continue;
     }
     if (__all_sync(kFullWarp, has_ended) && !is_postponed) return;
-    // The call's kernel waits for at most four limits at a time; one that is gone has told nobody. (Signed: the clock may
-    // be read a little back.)
-    if (__any_sync(kFullWarp, int64_t(now_ns() - active) > int64_t(p.limit_ns) * 16)) return;
+    // A call's kernel that is gone has told nobody. (Signed: the clock may be read a little back.)
+    if (__any_sync(kFullWarp, int64_t(now_ns() - active) > int64_t(p.limit_ns) * kCarrierLimits)) return;
   }
 }
 

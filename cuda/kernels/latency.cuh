@@ -137,7 +137,9 @@ class SlotCall {
         }
       }
     }
-    return __syncthreads_and(ok);
+    ok = __syncthreads_and(ok);
+    if (latency.sends && !is_alone_) bulk_fence(); // what a receiver read through the generic proxy is stored over in bulk
+    return ok;
   }
 
   // A start: what its done must know.
