@@ -1,4 +1,4 @@
-"""The whole GPU suite on one card: `python tests/gpu/run.py --logs gpu-logs` (some fifteen minutes on an H200).
+"""The whole GPU suite on one card: `python tests/gpu/run.py --logs gpu-logs` (half an hour on an H200).
 
 Each stage is a fresh set of processes with its own time limit: the kernels alone (R ranks on R streams of one process),
 then R = 1, 2, 3, 4 and 8 processes, one rank each, that share the card under MPS. A stage passes when every rank's
@@ -259,7 +259,7 @@ def chosen(plan: list[Stage], only: list[str]) -> list[Stage]:
 
 def main() -> int:
     """Runs all stages, or those whose names contain an `--only`, and prints the table."""
-    args = arguments(__doc__.splitlines()[0], limit_s=1500)
+    args = arguments(__doc__.splitlines()[0], limit_s=2400)
     if launch.num_gpus() == 0:
         print("no CUDA device is visible")
         return 1
