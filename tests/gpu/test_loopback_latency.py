@@ -11,7 +11,20 @@ import time
 import numpy as np
 import pytest
 import test_loopback
-from test_loopback import CASES, NUM_SEEDS, Case, check, check_with_delays, cuda, inputs, make, most_experts, read, same
+from test_loopback import (
+    CASES,
+    NUM_SEEDS,
+    Case,
+    check,
+    check_calls_1_and_1000,
+    check_with_delays,
+    cuda,
+    inputs,
+    make,
+    most_experts,
+    read,
+    same,
+)
 
 pytestmark = test_loopback.pytestmark
 
@@ -68,14 +81,7 @@ def test_random_delays_and_many_calls(layout, split):
 
 def test_call_1000_equals_call_1():
     case = Case(ranks=4, tokens=64, topk=4, experts=16, hidden=256, layout="token", slots=2)
-    ranks = make(case)
-    check(case, ranks, 0)
-    for _ in range(330):
-        for op in ("dispatch", "combine", "redispatch", "dispatch_start", "dispatch_done"):
-            ranks.launch(op)
-    ranks.synchronize()
-    check(case, ranks, 1)
-    check(case, ranks, 0)
+    check_calls_1_and_1000(case, ("dispatch", "combine", "redispatch", "dispatch_start", "dispatch_done"))
 
 
 def test_starts_run_ahead_of_their_dones():
@@ -87,9 +93,8 @@ def test_starts_run_ahead_of_their_dones():
         check(case, ranks, call % 4, [int(d) for d in rng.integers(0, 2_000_000 if call % 10 == 0 else 50_000, 4)])
 
 
-def test_starts_wait_for_the_credits_of_late_ranks():
+def check_credits(case: Case):
     """Two exchanges pending, then a third in the slot of the first, whose rows late ranks have yet to read."""
-    case = Case(ranks=4, tokens=48, topk=4, experts=16, hidden=512, weights=False, slots=2, split=True)
     ranks = make(case)
     check(case, ranks, 0)
     want = {name: [ranks.read(name, rank) for rank in range(case.ranks)] for name in ("out", "recv_x")}
@@ -104,16 +109,20 @@ def test_starts_wait_for_the_credits_of_late_ranks():
         ranks.launch("redispatch_done2")
         ranks.launch("redispatch_done")
         ranks.synchronize()
-        assert not any(f["code"] for f in _failures(ranks, case)), _failures(ranks, case)
+        assert not any(f["code"] for f in failures(ranks, case)), failures(ranks, case)
         for name, bytes_ in want.items():
             assert [ranks.read(name, rank) for rank in range(case.ranks)] == bytes_, name
 
 
-def _failures(ranks, case):
+def test_starts_wait_for_the_credits_of_late_ranks():
+    check_credits(Case(ranks=4, tokens=48, topk=4, experts=16, hidden=512, weights=False, slots=2, split=True))
+
+
+def failures(ranks, case):
     return [ranks.failure(rank) for rank in range(case.ranks)]
 
 
-def _loaded(case: Case, timeout_s: float):
+def loaded(case: Case, timeout_s: float):
     ranks = make(case, timeout_s)
     data = inputs(case, 0)
     for name in ("x", "topk_idx", "weights", "y", "y_weights", "scalars"):
@@ -126,10 +135,10 @@ def _loaded(case: Case, timeout_s: float):
 @pytest.mark.parametrize("op", ["dispatch", "redispatch", "combine"])
 def test_absent_rank_is_named(op):
     case = Case(ranks=4, tokens=16, hidden=64, layout="token", slots=2)
-    ranks = _loaded(case, timeout_s=0.5)
+    ranks = loaded(case, timeout_s=0.5)
     ranks.launch("dispatch")
     ranks.synchronize()
-    assert not any(f["code"] for f in _failures(ranks, case))
+    assert not any(f["code"] for f in failures(ranks, case))
     result = "out" if op == "combine" else "recv_x"
     ranks.launch(op, absent=[2])
     ranks.synchronize()
@@ -155,14 +164,14 @@ def test_absent_rank_is_named(op):
 def test_a_done_runs_once(op):
     """Sources overwrite what was received once."""
     case = Case(ranks=3, tokens=8, experts=9, hidden=64, slots=3)
-    ranks = _loaded(case, timeout_s=5)
+    ranks = loaded(case, timeout_s=5)
     for name in ("dispatch_start", "dispatch_done", f"{op}_start", f"{op}_done"):
         ranks.launch(name)
     ranks.synchronize()
-    assert not any(f["code"] for f in _failures(ranks, case))
+    assert not any(f["code"] for f in failures(ranks, case))
     ranks.launch(f"{op}_done")
     ranks.synchronize()
-    assert all(f["code"] == 3 for f in _failures(ranks, case)), _failures(ranks, case)  # Mismatch
+    assert all(f["code"] == 3 for f in failures(ranks, case)), failures(ranks, case)  # Mismatch
     result = "out" if op == "combine" else "recv_x"
     assert all(set(ranks.read(result, rank)) == {0xFF} for rank in range(case.ranks))
 
@@ -172,7 +181,7 @@ def test_a_done_runs_once(op):
 def test_handle_of_a_dispatch_that_failed(op, slots):
     """In an arena that is not broken, as here after a reset, calls along it fail on all ranks; none sums old rows."""
     case = Case(ranks=3, tokens=16, experts=9, hidden=64, layout="token", slots=slots)
-    ranks = _loaded(case, timeout_s=0.5)
+    ranks = loaded(case, timeout_s=0.5)
     ranks.launch("dispatch")
     ranks.launch(op)
     ranks.launch("dispatch", absent=[2])
@@ -182,7 +191,7 @@ def test_handle_of_a_dispatch_that_failed(op, slots):
     for half in (f"{op}_start", f"{op}_done") if slots == 3 else (op,):
         ranks.launch(half)
     ranks.synchronize()
-    assert all(f["code"] == 4 for f in _failures(ranks, case)), _failures(ranks, case)  # PeerFailed
+    assert all(f["code"] == 4 for f in failures(ranks, case)), failures(ranks, case)  # PeerFailed
     result = "out" if op == "combine" else "recv_x"
     assert all(set(ranks.read(result, rank)) == {0xFF} for rank in range(case.ranks))
     ranks.reset()
@@ -191,54 +200,54 @@ def test_handle_of_a_dispatch_that_failed(op, slots):
 
 def test_ticket_of_another_call_is_refused():
     case = Case(ranks=2, tokens=8, hidden=64, slots=2)
-    ranks = _loaded(case, timeout_s=5)
+    ranks = loaded(case, timeout_s=5)
     ranks.launch("dispatch_start")
     ranks.launch("dispatch_done")
     ranks.synchronize()
-    assert not any(f["code"] for f in _failures(ranks, case))
+    assert not any(f["code"] for f in failures(ranks, case))
     kept = [ranks.read("ticket", rank) for rank in range(2)]
     for _ in range(2):
         ranks.launch("dispatch")
     ranks.synchronize()
-    assert not any(f["code"] for f in _failures(ranks, case))
+    assert not any(f["code"] for f in failures(ranks, case))
     for rank in range(2):  # the slot holds another call by now
         ranks.write("ticket", rank, kept[rank])
     ranks.launch("dispatch_done")
     ranks.synchronize()
-    assert all(f["code"] == 3 for f in _failures(ranks, case)), _failures(ranks, case)  # Mismatch
+    assert all(f["code"] == 3 for f in failures(ranks, case)), failures(ranks, case)  # Mismatch
     ranks.reset()
     for rank in range(2):  # of a start that never was
         ranks.write("ticket", rank, np.array([9, 0], np.int32).tobytes())
     ranks.launch("dispatch_done")
     ranks.synchronize()
-    assert all(f["code"] == 3 for f in _failures(ranks, case)), _failures(ranks, case)
+    assert all(f["code"] == 3 for f in failures(ranks, case)), failures(ranks, case)
 
 
 def test_ranks_that_run_different_programs():
     """Another window on one rank: the tags in the flags differ, and both sides say so."""
     case = Case(ranks=2, tokens=8, hidden=64, slots=2, window=0, weights=False)
-    ranks = _loaded(case, timeout_s=5)
+    ranks = loaded(case, timeout_s=5)
     ranks.write("window", 1, np.array([1], np.int32).tobytes())
     ranks.launch("dispatch")
     ranks.synchronize()
-    assert all(f["code"] == 3 for f in _failures(ranks, case)), _failures(ranks, case)
+    assert all(f["code"] == 3 for f in failures(ranks, case)), failures(ranks, case)
 
 
 def test_more_pending_calls_than_slots_fail_at_once():
     """A start needs the slot of a call whose done comes later in its own stream."""
     case = Case(ranks=2, tokens=8, hidden=64, slots=2)
-    ranks = _loaded(case, timeout_s=20)
+    ranks = loaded(case, timeout_s=20)
     begin = time.monotonic()
     for _ in range(3):
         ranks.launch("dispatch_start")
     ranks.synchronize()
     assert time.monotonic() - begin < 10
-    assert all(f["code"] in (1, 4) for f in _failures(ranks, case)), _failures(ranks, case)
+    assert all(f["code"] in (1, 4) for f in failures(ranks, case)), failures(ranks, case)
 
 
 def test_two_pending_calls_are_received_in_either_order():
     case = Case(ranks=3, tokens=16, experts=9, hidden=64, weights=False, slots=4)
-    ranks = _loaded(case, timeout_s=5)
+    ranks = loaded(case, timeout_s=5)
     first = inputs(case, 0)
     ranks.launch("dispatch")
     ranks.synchronize()
@@ -262,7 +271,7 @@ def test_two_pending_calls_are_received_in_either_order():
         ranks.fill("recv_x", 0xAB)
         ranks.launch("redispatch_done")
         ranks.synchronize()
-        assert not any(f["code"] for f in _failures(ranks, case))
+        assert not any(f["code"] for f in failures(ranks, case))
         return read(ranks, case, "recv_x", want)
 
     put(other)

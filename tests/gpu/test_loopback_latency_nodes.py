@@ -12,7 +12,18 @@ import time
 
 import numpy as np
 import pytest
-from test_loopback import NUM_SEEDS, Case, check, check_with_delays, cuda, inputs, make, most_experts
+from test_loopback import (
+    NUM_SEEDS,
+    Case,
+    check,
+    check_calls_1_and_1000,
+    check_with_delays,
+    cuda,
+    inputs,
+    make,
+    most_experts,
+)
+from test_loopback_latency import check_credits, failures, loaded
 from test_loopback_nodes import CASES, EIGHT, SMALL
 
 pytestmark = pytest.mark.skipif(cuda.num_devices() == 0, reason="needs a CUDA device")
@@ -73,50 +84,12 @@ def test_random_delays_and_many_calls(num_ranks, nodes, carriers, split):
 @pytest.mark.parametrize("late", [False, True], ids=["in order", "late"])
 def test_call_1000_equals_call_1(late):
     case = dataclasses.replace(EIGHT, nodes=2, hidden=64, layout="token", slots=2, put_delay_ns=5_000 if late else 0)
-    ranks = make(case)
-    check(case, ranks, 0)
-    for _ in range(330):
-        for op in ("dispatch", "combine", "redispatch"):
-            ranks.launch(op)
-    ranks.synchronize()
-    check(case, ranks, 1)
-    check(case, ranks, 0)
+    check_calls_1_and_1000(case)
 
 
 def test_starts_wait_for_the_credits_of_late_ranks():
-    """Two exchanges pending, then a third in the slot of the first, whose rows late ranks have yet to read."""
-    case = dataclasses.replace(SMALL, tokens=48, hidden=512, slots=2, split=True, put_delay_ns=30_000)
-    ranks = make(case)
-    check(case, ranks, 0)
-    want = {name: [ranks.read(name, rank) for rank in range(case.ranks)] for name in ("out", "recv_x")}
-    rng = np.random.default_rng(5)
-    for _ in range(60):
-        for name in want:
-            ranks.fill(name, 0xAB)
-        ranks.launch("combine_start")
-        ranks.launch("redispatch_start2")
-        ranks.launch("combine_done", [int(d) for d in rng.integers(0, 300_000, 4)])
-        ranks.launch("redispatch_start")
-        ranks.launch("redispatch_done2")
-        ranks.launch("redispatch_done")
-        ranks.synchronize()
-        assert not any(f["code"] for f in _failures(ranks, case)), _failures(ranks, case)
-        for name, bytes_ in want.items():
-            assert [ranks.read(name, rank) for rank in range(case.ranks)] == bytes_, name
-
-
-def _failures(ranks, case):
-    return [ranks.failure(rank) for rank in range(case.ranks)]
-
-
-def _loaded(case: Case, timeout_s: float):
-    ranks = make(case, timeout_s)
-    data = inputs(case, 0)
-    for name in ("x", "topk_idx", "weights", "y", "y_weights", "scalars"):
-        for rank in range(case.ranks):
-            if ranks.bytes(name):
-                ranks.write(name, rank, np.ascontiguousarray(data[name][rank]).tobytes())
-    return ranks
+    """Credits come by puts here, late and in any order."""
+    check_credits(dataclasses.replace(SMALL, tokens=48, hidden=512, slots=2, split=True, put_delay_ns=30_000))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["in order", "late"])
@@ -125,10 +98,10 @@ def _loaded(case: Case, timeout_s: float):
 def test_absent_rank_is_named_on_every_node(absent, op, late):
     """On its node and on the other one; carriers of calls that fail end, too."""
     case = dataclasses.replace(SMALL, layout="token", tokens=16, slots=2, put_delay_ns=20_000 if late else 0)
-    ranks = _loaded(case, timeout_s=0.5)
+    ranks = loaded(case, timeout_s=0.5)
     ranks.launch("dispatch")
     ranks.synchronize()
-    assert not any(f["code"] for f in _failures(ranks, case))
+    assert not any(f["code"] for f in failures(ranks, case))
     result = "out" if op == "combine" else "recv_x"
     begin = time.monotonic()
     ranks.launch(op, absent=[absent])
@@ -156,24 +129,24 @@ def test_absent_rank_is_named_on_every_node(absent, op, late):
 def test_ranks_that_run_different_programs(differs):
     """Another window on one rank: all find a flag with another tag, across nodes, too."""
     case = dataclasses.replace(SMALL, tokens=8, hidden=64, slots=2, window=0)
-    ranks = _loaded(case, timeout_s=5)
+    ranks = loaded(case, timeout_s=5)
     ranks.write("window", differs, np.array([1], np.int32).tobytes())
     ranks.launch("dispatch")
     ranks.synchronize()
-    assert all(f["code"] == 3 for f in _failures(ranks, case)), _failures(ranks, case)
+    assert all(f["code"] == 3 for f in failures(ranks, case)), failures(ranks, case)
 
 
 def test_a_done_runs_once():
     """Sources overwrite what was received once."""
     case = dataclasses.replace(SMALL, tokens=8, hidden=64, slots=3)
-    ranks = _loaded(case, timeout_s=5)
+    ranks = loaded(case, timeout_s=5)
     for name in ("dispatch_start", "dispatch_done"):
         ranks.launch(name)
     ranks.synchronize()
-    assert not any(f["code"] for f in _failures(ranks, case))
+    assert not any(f["code"] for f in failures(ranks, case))
     ranks.launch("dispatch_done")
     ranks.synchronize()
-    assert all(f["code"] == 3 for f in _failures(ranks, case)), _failures(ranks, case)  # Mismatch
+    assert all(f["code"] == 3 for f in failures(ranks, case)), failures(ranks, case)  # Mismatch
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
@@ -184,7 +157,7 @@ def test_one_row_per_token_and_rank(num_ranks, nodes, layout, split):
     case = dataclasses.replace(
         EIGHT, ranks=num_ranks, nodes=nodes, layout=layout, routing="mixed", slots=3 if split else 2
     )
-    ranks = _loaded(case, timeout_s=20)
+    ranks = loaded(case, timeout_s=20)
     ids = inputs(case, 0)["topk_idx"]
     is_routed = (ids >= 0) & (ids < case.experts)
     rank_of = np.where(is_routed, ids // (case.experts // num_ranks), -1)
@@ -196,5 +169,5 @@ def test_one_row_per_token_and_rank(num_ranks, nodes, layout, split):
         for part in (f"{op}_start", f"{op}_done") if split else (op,):
             ranks.launch(part)
         ranks.synchronize()
-        assert not any(f["code"] for f in _failures(ranks, case)), _failures(ranks, case)
+        assert not any(f["code"] for f in failures(ranks, case)), failures(ranks, case)
         assert [ranks.rows_put(rank) - before[rank] for rank in range(num_ranks)] == wanted.tolist(), op

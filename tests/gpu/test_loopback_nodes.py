@@ -12,7 +12,19 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_loopback import NUM_SEEDS, Case, check, check_with_delays, cuda, expected, inputs, make, most_experts, same
+from test_loopback import (
+    NUM_SEEDS,
+    Case,
+    check,
+    check_calls_1_and_1000,
+    check_with_delays,
+    cuda,
+    expected,
+    inputs,
+    make,
+    most_experts,
+    same,
+)
 from test_loopback import read as read_buffer
 
 pytestmark = pytest.mark.skipif(cuda.num_devices() == 0, reason="needs a CUDA device")
@@ -94,14 +106,7 @@ def test_random_delays_and_many_calls(num_ranks, nodes, carriers):
 @pytest.mark.parametrize("late", [False, True], ids=["in order", "late"])
 def test_call_1000_equals_call_1(late):
     case = dataclasses.replace(EIGHT, nodes=2, hidden=64, layout="token", put_delay_ns=5_000 if late else 0)
-    ranks = make(case)
-    check(case, ranks, 0)
-    for _ in range(330):
-        for op in ("dispatch", "combine", "redispatch"):
-            ranks.launch(op)
-    ranks.synchronize()
-    check(case, ranks, 1)
-    check(case, ranks, 0)
+    check_calls_1_and_1000(case)
 
 
 @pytest.mark.parametrize("layout", ["expert", "token", "batched"])
