@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
+
+#include "cuda/device/stamps.cuh"
 
 namespace jax_ep {
 namespace {
@@ -17,6 +20,21 @@ __global__ void delay_kernel(int64_t ns) {
   do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   while (now - start < uint64_t(ns));
 }
+
+#ifdef JAX_EP_STAMPS
+// A device's stamps, for all objects of the process; never freed, since kernels that run have its address.
+BlockStamps *stamps_on(int device) {
+  static std::mutex mutex;
+  static std::map<int, BlockStamps *> of_device;
+  const std::lock_guard<std::mutex> lock(mutex);
+  BlockStamps *&all = of_device[device];
+  if (!all) {
+    check(cudaMalloc(&all, sizeof(BlockStamps) * kStampRanks * kStampBlocks), "cudaMalloc of stamps");
+    check(set_stamps(all), "set_stamps");
+  }
+  return all;
+}
+#endif
 
 int64_t recv_row_bytes(const LoopbackShape &s) {
   return s.quantize == Quantize::kNone ? s.row_bytes : s.row_bytes / dtype_bytes(s.dtype);
@@ -61,6 +79,10 @@ Loopback::Loopback(int device, const LoopbackShape &shape) : device_(device), sh
     check(load_combine_nodes_kernels(), "loading combine kernels over nodes");
     check(load_test_carrier(), "loading the test transport");
   }
+#ifdef JAX_EP_STAMPS
+  // Blocks that this object does not have may have stamped for another one.
+  check(cudaMemset(stamps_on(device_), 0, sizeof(BlockStamps) * kStampRanks * kStampBlocks), "cudaMemset of stamps");
+#endif
   const int64_t dispatched = recv_row_bytes(shape) + round_up(side_bytes(shape), 16);
   const int64_t combined = partial_row_bytes(shape.row_bytes, shape.dtype, shape.wire);
   const int64_t crossing = std::max(dispatched, combined);
@@ -256,6 +278,36 @@ double Loopback::time(const std::string &op, int calls) {
   }
   return worst * 1e3 / calls;
 }
+
+#ifdef JAX_EP_STAMPS
+bool Loopback::has_stamps() { return true; }
+
+std::vector<std::vector<StampsOfBlock>> Loopback::stamps() const {
+  check(cudaSetDevice(device_), "cudaSetDevice");
+  const BlockStamps *all = stamps_on(device_);
+  std::vector<std::vector<StampsOfBlock>> of_ranks(size_t(shape_.num_ranks));
+  for (int r = 0; r < std::min(shape_.num_ranks, kStampRanks); ++r) {
+    for (int b = 0; b < kStampBlocks; ++b) {
+      BlockStamps block;
+      check(cudaMemcpy(&block, all + int64_t(r) * kStampBlocks + b, sizeof(BlockStamps), cudaMemcpyDeviceToHost), "stamps");
+      if (!block.count) continue;
+      const bool is_carrier = b >= kStampCallBlocks;
+      const int kept = int(std::min<uint32_t>(block.count, kStampsPerBlock));
+      StampsOfBlock &of = of_ranks[r].emplace_back();
+      of.block = is_carrier ? b - kStampCallBlocks : b, of.is_carrier = is_carrier, of.dropped = int64_t(block.count) - kept;
+      for (const StampEntry *e = block.entries; e != block.entries + kept; ++e)
+        of.stamps.push_back({stamp_name(e->stamp), e->number, e->ns, e->clock});
+    }
+  }
+  return of_ranks;
+}
+#else
+bool Loopback::has_stamps() { return false; }
+
+std::vector<std::vector<StampsOfBlock>> Loopback::stamps() const {
+  throw std::runtime_error("loopback: this build's kernels have no stamps; build with cmake -DJAX_EP_STAMPS=ON");
+}
+#endif
 
 void Loopback::reset() {
   synchronize();

@@ -36,6 +36,20 @@ struct LoopbackShape {
   int64_t max_delay_ns = 0; // of puts, which are then done in any order
 };
 
+// What a block noted in its last kernel (device/stamps.cuh).
+struct StampsOfBlock {
+  struct One {
+    const char *phase;
+    int number;      // of the round, or KiB
+    uint64_t ns;     // of a clock that all blocks share
+    uint32_t clock;  // of the block's own one, low word
+  };
+  int block;
+  bool is_carrier;   // of the rank's carrier, not of its call
+  int64_t dropped;   // that found no room
+  std::vector<One> stamps;
+};
+
 class Loopback {
  public:
   Loopback(int device, const LoopbackShape &shape); // throws std::runtime_error
@@ -56,6 +70,10 @@ class Loopback {
   double time(const std::string &op, int calls);
   FailureRecord failure(int rank) const { return failures_[rank]; }
   int64_t rows_put(int rank) const { return int64_t(failures_[rank].rows_put); } // to other nodes, since the last reset
+  // Per rank, of its first 160 blocks and those of its carrier; none of ranks past the 16th. Nothing may be running. Of two
+  // objects on a device the one that was called last is told. Throws where has_stamps() is false: built without them.
+  static bool has_stamps();
+  std::vector<std::vector<StampsOfBlock>> stamps() const;
   void reset(); // clears flags and records; nothing may be running
 
  private:

@@ -11,7 +11,9 @@ namespace nb = nanobind;
 namespace jax_ep {
 
 void export_loopback(nb::module_ &m) {
-  nb::class_<Loopback>(m, "Loopback", "R ranks on R streams of one device: the kernels without XLA (a test aid).")
+  nb::class_<Loopback> loopback(m, "Loopback", "R ranks on R streams of one device: the kernels without XLA (a test aid).");
+  loopback.attr("has_stamps") = Loopback::has_stamps();
+  loopback
       .def("__init__",
            [](Loopback *self, int device, int num_ranks, int num_tokens, int num_topk, int num_experts, int row_bytes,
               int capacity, int alignment, int layout, int dtype, bool zero_tail, bool has_weights, bool has_bias,
@@ -59,6 +61,23 @@ void export_loopback(nb::module_ &m) {
              return d;
            })
       .def("rows_put", &Loopback::rows_put)
+      .def("stamps",
+           [](const Loopback &self) { // tests/gpu/stamps.py makes tables of them
+             nb::list ranks;
+             for (const auto &blocks : self.stamps()) {
+               nb::list of_rank;
+               for (const StampsOfBlock &block : blocks) {
+                 nb::list stamps;
+                 for (const auto &s : block.stamps) stamps.append(nb::make_tuple(s.phase, s.number, s.ns, s.clock));
+                 nb::dict d;
+                 d["block"] = block.block, d["is_carrier"] = block.is_carrier, d["dropped"] = block.dropped;
+                 d["stamps"] = stamps;
+                 of_rank.append(d);
+               }
+               ranks.append(of_rank);
+             }
+             return ranks;
+           })
       .def("reset", &Loopback::reset, nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -9,6 +9,7 @@
 #include <cuda/atomic>
 
 #include "cuda/device/copy.cuh"
+#include "cuda/device/stamps.cuh"
 #include "cuda/kernels/params.h"
 #include "cuda/layout.h"
 
@@ -248,6 +249,7 @@ class Session {
   // failure (then no peer writes this rank's buffers any more, unless the record says PeerLost).
   __device__ bool leave() {
     __syncthreads(); // every thread's stores to peers, before the fence or the flag of the thread that goes on
+    JAX_EP_STAMP(kDone);
     DeviceWord<uint32_t> exited(control_->exited);
     int have_exited = 1;
     if (!is_leader()) {
@@ -270,12 +272,14 @@ class Session {
       exited.store(0, cuda::memory_order_relaxed);
       __threadfence_system(); // carries what was acquired to system scope for the flags below
     }
+    JAX_EP_STAMP(kBlocksOut);
     // A block that may still move rows: promise nothing. The peers then find this rank lost by themselves.
     bool is_sent = !__syncthreads_and(have_exited);
     bool ok = __syncthreads_and(!is_aborted());
     if (ok) {
       send_finish(flag_word(epoch_, kAnnounced));
       is_sent = true;
+      JAX_EP_STAMP(kFinishSent);
       ok = __syncthreads_and(wait_finish()); // no other block is left that could fail: no second look at the abort word
     }
     if (!ok) leave_broken(is_sent);

@@ -168,6 +168,7 @@ template <class Transport> __device__ void look(const CarrierParams &p, CarrierS
     }
     has_found = __any_sync(kFullWarp, has_found), is_postponed = __any_sync(kFullWarp, is_postponed);
     if (has_found) {
+      JAX_EP_STAMP(kLooked);
       active = now_ns();
       continue;
     }
@@ -199,7 +200,10 @@ template <class Transport> __device__ void work(CarrierShared &s, Transport &tra
     transport.carry(put, int(number - uint32_t(BlockWord<uint64_t>(slot.range).load(cuda::memory_order_relaxed) >> 32)), mover);
     __syncwarp(); // all lanes have read the slot, and have stored their bytes
     // Releases this piece's bytes to the worker that raises the word, and the slot; acquires all others' bytes.
-    if (lane == 0 && BlockWord<uint32_t>(slot.left).fetch_sub(1, cuda::memory_order_acq_rel) == 1) transport.complete(put);
+    if (lane == 0 && BlockWord<uint32_t>(slot.left).fetch_sub(1, cuda::memory_order_acq_rel) == 1) {
+      transport.complete(put);
+      JAX_EP_STAMP_LANE(kPutDone, int((put.bytes + 1023) / 1024));
+    }
   }
 }
 
@@ -214,6 +218,7 @@ template <class Transport> __device__ __forceinline__ void carry(const CarrierPa
   extern __shared__ __align__(128) char stages[];
   __shared__ CarrierShared s;
   __shared__ uint64_t s_call;
+  JAX_EP_STAMP_BEGIN_CARRIER(p);
   // The number of the call that this carrier is for: kernels of one stream count it. Other carriers had other blocks.
   uint64_t *begun = reinterpret_cast<uint64_t *>(p.arena + p.shape.carried());
   for (int i = blockIdx.x + threadIdx.x * p.num_blocks; i < kMaxNodeBlocks; i += kCarrierThreads * p.num_blocks) {
@@ -228,6 +233,7 @@ template <class Transport> __device__ __forceinline__ void carry(const CarrierPa
   if (warp == 0) {
     look(p, s, transport, s_call);
     __syncwarp();
+    JAX_EP_STAMP(kEnd);
     if (threadIdx.x == 0) BlockWord<uint32_t>(s.has_ended).store(1, cuda::memory_order_release); // all pieces are published
     return;
   }

@@ -193,6 +193,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     combine_latency_kernel(const __grid_constant__ CombineParams p, const __grid_constant__ LatencyCall latency,
                            const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) char shared[];
+  JAX_EP_STAMP_BEGIN(p.call.rank);
   const SlotShape shape = slot_shape(p);
   // Asked for together, before any of it is used: each takes a trip to memory.
   const int32_t num_slots = p.recv_offsets[p.call.num_ranks];
@@ -210,10 +211,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   unsigned parity = 0;
   // 1 enter
   bool ok = call.enter(latency, num_slots); // and a barrier
+  JAX_EP_STAMP(kEntered);
   if (ok && latency.sends) { // 2 send
     parity = send_sums<kType, kBulk, kWire>(p, plan, shape, shared, call.parts(), share); // ends with a barrier behind all stores
+    JAX_EP_STAMP(kSent);
     call.publish_sent(shape, p.scalars ? shape.scalars() : shape.packed(),
                       [&](int rank) { return first_slot[rank + 1] - first_slot[rank]; });
+    JAX_EP_STAMP(kFlagged);
   }
   call.write_ticket(latency);
   if (ok && latency.receives) { // 3 receive
@@ -222,12 +226,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (token < p.num_tokens) first = HeldSums(p, token, threadIdx.x % kWarpSize);
     bulk_fence(); // stages were read and written through the generic proxy
     ok = call.wait_sent(); // and a barrier
+    JAX_EP_STAMP(kRowsHere);
     bulk_fence();          // sums came through the generic proxy
     if (ok && p.call.shape.has_nodes())
       receive_sums<kType, kBulk, kWire, true>(p, plan, shape, shared, call.slot(), first, parity);
     else if (ok) receive_sums<kType, kBulk, kWire, false>(p, plan, shape, shared, call.slot(), first, parity);
+    JAX_EP_STAMP(kReceived);
   }
   call.end(latency, p.outputs, ok); // 4
+  JAX_EP_STAMP(kEnd);
 }
 
 struct Named {

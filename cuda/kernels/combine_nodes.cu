@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     combine_nodes_kernel(const __grid_constant__ CombineParams p, const __grid_constant__ NodesPlan plans) {
   extern __shared__ __align__(128) char shared[];
   const Plan &plan = plans.plan;
+  JAX_EP_STAMP_BEGIN(p.call.rank);
   Session session(p.call);
   if (session.is_broken()) { // a call before this one failed
     poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
@@ -39,14 +40,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   // 1 reduce
   if (p.partial) {
     reduce_slots<kType, kBulk, kWire>(p, plan, shared, kWire ? 0 : 2, parity);
+    JAX_EP_STAMP(kReduced);
     ok = session.grid_barrier(); // all partials written; the leader's announce publishes them
+    JAX_EP_STAMP(kBarrier);
   }
   // 2 agree
   if (ok && session.is_leader() && session.has_handle(p.recv_offsets)) {
     session.announce(nullptr, 0);
+    JAX_EP_STAMP(kAnnounced);
     session.agree();
+    JAX_EP_STAMP(kAgreed);
   }
   ok = ok && session.grid_barrier();
+  JAX_EP_STAMP(kShared);
   if (ok) {
     fill_peer_buffers(p.call, session, peers);
     __syncthreads();
@@ -65,6 +71,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   // 5 leave
   const bool is_complete = session.leave();
+  JAX_EP_STAMP(kEnd);
   if (!session.is_leader()) return;
   if (!is_complete) poison(p.outputs, threadIdx.x, kThreads);
   if (threadIdx.x == 0 && is_complete) p.call.failure->rows_put = session.control().rows_put; // all blocks' counts are in

@@ -55,6 +55,7 @@ template <DType kType, bool kBulk, bool kWire>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_kernel(const __grid_constant__ CombineParams p, const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) char shared[];
+  JAX_EP_STAMP_BEGIN(p.call.rank);
   Session session(p.call);
   if (session.is_broken()) { // a call before this one failed; its leaver revoked this one for the peers
     poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
@@ -73,14 +74,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     // A slot's only row is read where it is, except by peers that cannot; dropped slots are 0 for those alone.
     const bool has_all = kWire || any_pair(p.call, pushes_to, never);
     reduce_slots<kType, kBulk, kWire>(p, plan, shared, has_all ? 0 : 2, parity);
+    JAX_EP_STAMP(kReduced);
     ok = session.grid_barrier(); // all partials written; the leader's announce publishes them
+    JAX_EP_STAMP(kBarrier);
   }
   // 2 agree
   if (ok && session.is_leader() && session.has_handle(p.recv_offsets)) {
     session.announce(nullptr, 0);
+    JAX_EP_STAMP(kAnnounced);
     session.agree();
+    JAX_EP_STAMP(kAgreed);
   }
   ok = ok && session.grid_barrier();
+  JAX_EP_STAMP(kShared);
   if (ok) {
     fill_peer_buffers(p.call, session, peers);
     __syncthreads();
@@ -96,9 +102,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else { // 4 pull
       pull_tokens<kType, kBulk, kWire>(p, plan, shared, peers, rounds, 0, {0, p.num_tokens}, parity);
     }
+    JAX_EP_STAMP(kPulled);
   }
   // 5 leave
   const bool is_complete = session.leave();
+  JAX_EP_STAMP(kEnd);
   if (session.is_leader() && !is_complete) poison(p.outputs, threadIdx.x, kThreads);
 }
 

@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     dispatch_kernel(const __grid_constant__ DispatchParams p, const __grid_constant__ Plan plan,
                     const __grid_constant__ NodePlan node_plan) {
   extern __shared__ __align__(128) char shared[];
+  JAX_EP_STAMP_BEGIN(p.call.rank);
   Session session(p.call);
   if (session.is_broken()) { // a call before this one failed; its leaver revoked this one for the peers
     poison(p.outputs, int64_t(blockIdx.x) * kThreads + threadIdx.x, int64_t(gridDim.x) * kThreads);
@@ -89,7 +90,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool ok = true;
   if constexpr (kRoute) {
     count_tokens(p, session, route);
+    JAX_EP_STAMP(kCounted);
     ok = session.grid_barrier(); // all workspaces written
+    JAX_EP_STAMP(kBarrier);
   }
   // 2 agree: the sums use the room of start, total and slots, which are filled only in step 3
   if (ok && session.is_leader() && (kRoute || session.has_handle(p.recv_offsets))) {
@@ -100,9 +103,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (p.window) session.agree_on(*p.window); // another window elsewhere: slots and rows that nobody fills
     session.announce(sums, kRoute ? columns : 0);
+    JAX_EP_STAMP(kAnnounced);
     session.agree();
+    JAX_EP_STAMP(kAgreed);
   }
   ok = ok && session.grid_barrier(); // passes the acquired announces on to every block; false if agree() failed
+  JAX_EP_STAMP(kShared);
   if (ok) {
     // 3 place
     if constexpr (kRoute) place_groups(p, session, route);
@@ -122,6 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       bulk_fence(); // the page was written through the generic proxy; so was the room that loads now overwrite
     }
     __syncthreads();
+    JAX_EP_STAMP(kPlaced);
     unsigned parity = 0;
     char *const moving = shared + plan.room;
     NodeLinks links(p.call, session, node_plan, p.num_tokens);
@@ -131,6 +138,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       };
       ok = node_plan.rounds == 0 || put(0);
       zero_rest<kRoute, kBulk>(p, kBulk ? plan.move.num_warps : 0, shared + plan.zeros, kZeroPage, own);
+      JAX_EP_STAMP(kZeroed);
       for (int round = 0; round < node_plan.rounds && ok; ++round) {
         if (round + 1 < node_plan.rounds) ok = put(round + 1);
         ok = ok && hand_on_round<kRoute, kBulk>(p, peers, plan.move, moving, bars, parity, links, round);
@@ -139,15 +147,20 @@ __global__ void __launch_bounds__(kThreads, 1)
       const SentRows<kRoute, kQuantize> rows(p, peers, plan.move);
       if constexpr (kBulk) parity = move_rows_bulk(p, plan.move, moving, bars, parity, rows);
       else move_rows_vector(p, plan.move, moving, rows);
+      JAX_EP_STAMP(kMoved);
       zero_rest<kRoute, kBulk>(p, kBulk ? plan.move.num_warps : 0, shared + plan.zeros, kZeroPage, own);
+      JAX_EP_STAMP(kZeroed);
     }
     // 5 copy
     copy_received<kBulk>(p, session, plan.move, moving, bars, parity);
+    JAX_EP_STAMP(kCopied);
     // 6 stage
     if constexpr (!kNodes) stage_dispatch<kRoute, kQuantize>(p, session);
+    JAX_EP_STAMP(kStaged);
   }
   // 7 leave
   const bool is_complete = session.leave();
+  JAX_EP_STAMP(kEnd);
   if (!session.is_leader()) return;
   if (!is_complete) poison(p.outputs, threadIdx.x, kThreads);
   else if (kRoute && p.is_token_layout() && p.stats[0] != own.num_slots) count_pairs(p, own);

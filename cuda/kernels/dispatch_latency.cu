@@ -127,6 +127,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     dispatch_latency_kernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LatencyCall latency,
                             const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) char shared[];
+  JAX_EP_STAMP_BEGIN(p.call.rank);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_ranks = p.call.num_ranks;
   const SlotShape shape = slot_shape(p);
   const int movers = mover_blocks(kRoute, gridDim.x);
@@ -161,9 +162,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // 1 enter
   bool ok = call.enter(latency, handle_slots); // and a barrier
+  JAX_EP_STAMP(kEntered);
   if (ok && is_router) { // 2 route
     count_own(p, plan.route, shape, room, call.parts(), latency.sends, route.invalid, first_ids); // ends with a barrier
+    JAX_EP_STAMP(kOwnCounted);
     if (latency.sends) call.publish_routed(shape);
+    JAX_EP_STAMP(kRouted);
     bulk_fence(); // the room was used through the generic proxy, and a router that is alone sends, too
     __syncthreads();
   }
@@ -173,8 +177,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kWarps - 1) send_weights(p, call.parts(), shape, movers, lane);
     if (int(blockIdx.x) < movers) parity = move_rows<kBulk>(p, plan.send, room, bars, parity, to_send);
     __syncthreads(); // behind all stores
+    JAX_EP_STAMP(kSent);
     const int64_t begin = p.weights ? shape.scalars() : shape.packed();
     call.publish_sent(shape, begin, [&](int rank) { return packed.rows_for(p, rank); });
+    JAX_EP_STAMP(kFlagged);
   }
   call.write_ticket(latency);
   if (ok && latency.receives) {
@@ -183,6 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // 4 place
     if constexpr (kRoute) {
       ok = call.wait_routed();
+      JAX_EP_STAMP(kArrivalsHere);
       if (ok) {
         sum_counts(p, shape, call.slot(), route);
         own = own_rows<true>(p, first_row, route.shared(), start, kept);
@@ -202,18 +209,23 @@ __global__ void __launch_bounds__(kThreads, 1)
       slots = block_share(own.num_slots);
     }
     if (ok) {
+      JAX_EP_STAMP(kArrivalsPlaced);
       const SlotRowsReceived<kQuantize> rows(p, call.slot(), shape, first_slot, slots, plan.receive_pieces,
                                              plan.receive.num_warps);
       zero_rest<kRoute, kBulk>(p, 0, shared + plan.zeros, kZeroPage, own); // nobody's rows are needed for it
+      JAX_EP_STAMP(kZeroed);
       bulk_fence(); // the room was read and written through the generic proxy
       // 5 receive
       ok = call.wait_sent(); // and a barrier
+      JAX_EP_STAMP(kRowsHere);
       bulk_fence();          // sides and, without bulk copies, rows came through the generic proxy
       if (ok) move_rows<kBulk>(p, plan.receive, room, bars, parity, rows);
+      JAX_EP_STAMP(kReceived);
     }
   }
   // 6 end
   if (call.end(latency, p.outputs, ok) && has_cut_slots) count_pairs(p, own);
+  JAX_EP_STAMP(kEnd);
 }
 
 using Kernel = void (*)(DispatchParams, LatencyCall, Plan);

@@ -188,6 +188,7 @@ class SlotCall {
     static_assert(kMaxBlocks < kFailedBlock);
     __shared__ uint32_t s_exited;
     __syncthreads();
+    JAX_EP_STAMP(kDone);
     Control &control = session_.control();
     if (threadIdx.x == 0) {
       // Releases this block's reads and results to the last one, which acquires those of all.

@@ -63,6 +63,7 @@ __device__ __noinline__ void ask_round(const CombineParams &p, NodeLinks &links,
     return expert >= 0 && p.dst_row[at] >= 0 ? 1u << p.call.node_of(expert / p.num_local_experts) : 0u;
   });
   (void)rows; // the answers are what is counted
+  JAX_EP_STAMP_ROUND(kPlacesFound, round);
   const TokenRange range = links.tokens(round);
   for (int i = warp; i < range.end - range.begin; i += kWarps) {
     const int token = range.begin + i;
@@ -79,6 +80,7 @@ __device__ __noinline__ void ask_round(const CombineParams &p, NodeLinks &links,
   links.put(kAsked, round, cell.out(links.plan.tokens), cell.in(links.plan.tokens), [&](int n) {
     return NodeCell::kHeader + NodeLinks::count_of(links.records_out(round, n)) * cell.record_bytes();
   });
+  JAX_EP_STAMP_ROUND(kAsked, round);
 }
 
 // Answers the partners' questions of the round. False: leave.
@@ -89,6 +91,7 @@ __device__ __noinline__ bool answer_round(const NodeSums &s, int round, unsigned
   const NodeCell &cell = links.plan.cell;
   const int lane = threadIdx.x % kWarpSize, num_topk = p.call.num_topk, first_rank = p.call.first_of_node();
   if (!links.wait(kAsked, round)) return false;
+  JAX_EP_STAMP_ROUND(kQuestionHere, round);
   const int64_t tokens = links.plan.tokens;
   for (int i = 1; i < links.num_nodes; ++i) {
     const int n = (links.own + i) % links.num_nodes; // not all partners answer the same node first
@@ -115,10 +118,12 @@ __device__ __noinline__ bool answer_round(const NodeSums &s, int round, unsigned
                                        reinterpret_cast<const int32_t *>(line + cell.line_rows())[k], k);
       }
     }
+    JAX_EP_STAMP_ROUND(kAnswered, round);
     if (threadIdx.x == 0) *reinterpret_cast<int32_t *>(sums) = count, links.count_rows(count);
     __syncthreads(); // every thread's stores, before the post, whose release covers them
     if (threadIdx.x == 0) // at once, while the sums are still in the L2 cache
       links.put_to(n, kArrived, round, cell.sums_out(tokens), cell.sums_in(tokens), cell.sum_rows(tokens) + count * cell.row_bytes);
+    JAX_EP_STAMP_ROUND(kAnswerPosted, round);
   }
   return true;
 }
@@ -141,7 +146,9 @@ __device__ __noinline__ bool finish_round(const NodeSums &s, int round, unsigned
         return holders;
       },
       [&](int index) { return p.slot + int64_t(range.begin + index) * p.call.num_ranks; });
+  JAX_EP_STAMP_ROUND(kOwnSummed, round);
   if (!links.wait(kArrived, round)) return false; // a barrier, too: own sums are written, stages are read
+  JAX_EP_STAMP_ROUND(kSumsHere, round);
   bulk_fence(); // all sums were written through the generic proxy, or came from a network card; some are now bulk-loaded
   auto ask = [&](int index) { return lane < links.num_nodes ? links.places(round, lane)[index] : -1; };
   auto rows_of = [&](int, int place) {
@@ -152,6 +159,7 @@ __device__ __noinline__ bool finish_round(const NodeSums &s, int round, unsigned
   };
   gather_sums<kBulk>(s.last, {unsigned(warp), unsigned(s.last.num_warps)}, size, s.room(), s.bars(), parity, ask, rows_of,
                      StoreOut<kType, kUnroll>{p.out, p.bias, p.y_bytes, range.begin});
+  JAX_EP_STAMP_ROUND(kNodesSummed, round);
   if (p.out_scalars) {
     for (int i = threadIdx.x; i < size * num_topk; i += kThreads) {
       const int index = i / num_topk, k = i % num_topk;
@@ -168,6 +176,7 @@ __device__ __noinline__ bool finish_round(const NodeSums &s, int round, unsigned
     }
   }
   __syncthreads(); // sums and places are read, stages are free
+  JAX_EP_STAMP_ROUND(kRoundDone, round);
   return true;
 }
 

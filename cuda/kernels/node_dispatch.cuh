@@ -156,6 +156,7 @@ __device__ __noinline__ bool put_round(const DispatchParams &p, const PeerBuffer
     if (!links.wait(kReturned, round - 2)) return false;
     if constexpr (kBulk) bulk_fence(); // a carrier read them through the generic proxy; bulk stores fill them again
   }
+  JAX_EP_STAMP_ROUND(kReturned, round);
   const int rows = links.place(round, [&](int token) {
     const int lane = threadIdx.x % kWarpSize;
     const int64_t at = int64_t(token) * p.call.num_topk + lane;
@@ -166,13 +167,16 @@ __device__ __noinline__ bool put_round(const DispatchParams &p, const PeerBuffer
     const bool goes = kRoute && !p.is_token_layout() ? p.slot[int64_t(token) * p.call.num_ranks + rank] >= 0 : p.dst_row[at] >= 0;
     return goes ? 1u << p.call.node_of(rank) : 0u;
   });
+  JAX_EP_STAMP_ROUND(kPlacesFound, round);
   if (threadIdx.x == 0) links.count_rows(rows);
   move_rows<kBulk>(p, plan, room, bars, parity, RoundRows<kRoute, kQuantize>(p, peers, links, round, plan));
+  JAX_EP_STAMP_ROUND(kFilled, round);
   const NodeCell &cell = links.plan.cell;
   const int64_t out = cell.out(links.plan.tokens), in = cell.in(links.plan.tokens);
   links.put(kArrived, round, out, in, [&](int n) {
     return NodeCell::kHeader + NodeLinks::count_of(links.records_out(round, n)) * cell.record_bytes();
   });
+  JAX_EP_STAMP_ROUND(kPosted, round);
   return true;
 }
 
@@ -181,8 +185,10 @@ template <bool kRoute, bool kBulk>
 __device__ __noinline__ bool hand_on_round(const DispatchParams &p, const PeerBuffers *peers, const MovePlan &plan, char *room,
                                            BulkBarrier *bars, unsigned &parity, NodeLinks &links, int round) {
   if (!links.wait(kArrived, round)) return false;
+  JAX_EP_STAMP_ROUND(kChunkHere, round);
   bulk_fence(); // records came through the generic proxy, or a network card; acquired by the wait
   move_rows<kBulk>(p, plan, room, bars, parity, HandedRows<kRoute>(p, peers, links, round, plan.num_warps));
+  JAX_EP_STAMP_ROUND(kHandedOn, round);
   if (round + 2 < links.plan.rounds) // the cells are read; those of the last rounds go back with finish
     links.put(kReturned, round, 0, 0, [](int) { return int64_t(0); });
   else

@@ -4,6 +4,7 @@
     python tests/gpu/time_kernels.py --ranks 8 --sms 8,12,16 --tokens 128,4096 --bulk both
     python tests/gpu/time_kernels.py --on 8x16,2x24 --workload W1,W1f,W1q --layout token --wire none,fp8_wire
     python tests/gpu/time_kernels.py --on 8x12,4x28 --nodes 1,2,4 --carriers 4,8 --chunk 0,8,16 --layout token
+    python tests/gpu/time_kernels.py --on 2x32 --workload W2 --slots 2 --layout token --stamps
 
 A line per combination of the options that are lists; over nodes it names them, the carrier's SMs and the tokens of a
 chunk, and leaves out what would not fit on the GPU together. Of each operation: us of the slowest rank over
@@ -11,7 +12,9 @@ back-to-back calls, median of `--repeats` such runs, and GB/s, read plus write, 
 the limit of docs/performance.md counts, over this time. "again" is a dispatch along the handle. Workloads are the
 bench's: W1f sends pairs that were quantised before (its combine would be W1's and is left out), W1q quantises in
 dispatch. Capacity is the demand rounded up to 128. Needs jax_ep with its CUDA extension, or the checkout on PYTHONPATH
-after a developer build.
+after a developer build. `--stamps` adds where the time goes in the kernels, from the last call of each run: by phase,
+the median over blocks and ranks of the time since the block's begin, and of rounds over nodes the time that each phase
+takes. It needs a build for this alone (cmake -DJAX_EP_STAMPS=ON), in which calls take longer.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+
+import stamps
 
 from jax_ep.cli.benchlib import workloads
 from jax_ep.cli.benchlib.workloads import ROUTINGS, WORKLOADS, Traffic, Workload
@@ -71,6 +76,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--zero-tail", action="store_true")
     parser.add_argument("--calls", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--stamps", action="store_true", help="print when the kernels' phases end; a build of its own")
     args = parser.parse_args(argv)
     known = {"workload": WORKLOADS, "layout": LAYOUTS, "wire": ("none", "fp8_wire"), "ops": OPS}
     for name, words in known.items():
@@ -82,7 +88,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def measure(loopback, args, workload: Workload, on: tuple[int, int], layout: str, wire: str, use_bulk: bool,
             nodes: int = 1, carriers: int = 1, chunk: int = 0) -> dict:  # fmt: skip
-    """Capacity of one combination, and (us, GB/s) of each operation. `loopback`: `jax_ep._cuda.Loopback`."""
+    """Capacity of one combination, and (us, GB/s) of each operation; with --stamps also "stamps", of each operation the
+    last calls'. `loopback`: `jax_ep._cuda.Loopback`."""
     num_ranks, num_sms = on
     idx = workloads.topk_idx(workload, num_ranks)
     traffic = Traffic.of(idx, workload.num_experts)
@@ -106,12 +113,19 @@ def measure(loopback, args, workload: Workload, on: tuple[int, int], layout: str
             ranks.fill(name, 0x3C)  # as payload or float32 a small positive number
     ranks.launch("dispatch")  # the handle of the others
     ranks.synchronize()
-    result = {"capacity": capacity}
+    result = {"capacity": capacity, "stamps": {}}
     for op in args.ops:
         if op == "combine" and is_pair:
             continue
         ranks.time(OPS[op], 3)
-        us = statistics.median(ranks.time(OPS[op], args.calls) for _ in range(args.repeats))
+        runs, noted = [], []
+        for _ in range(args.repeats):
+            runs.append(ranks.time(OPS[op], args.calls))
+            if args.stamps:
+                ranks.synchronize()  # carriers, which end after their calls
+                noted.append(ranks.stamps())
+        us = statistics.median(runs)
+        result["stamps"][op] = noted
         counted = "combine fp8" if op == "combine" and wire != "none" else op
         result[op] = us, traffic.memory_bytes(counted, layout, workload) / us / 1e3
     failures = [ranks.failure(rank) for rank in range(num_ranks)]
@@ -125,6 +139,11 @@ def main(argv: list[str] | None = None, loopback=None) -> None:
     args = _arguments(argv)
     if loopback is None:
         from jax_ep._cuda import Loopback as loopback
+    if args.stamps and not loopback.has_stamps:
+        raise SystemExit(
+            "--stamps: the kernels of this build note nothing; build the checkout with cmake -DJAX_EP_CUDA=on "
+            "-DJAX_EP_STAMPS=ON (docs/performance.md, How figures are taken) and put it on PYTHONPATH"
+        )
     copies = {"yes": (True,), "no": (False,), "both": (True, False)}[args.bulk]
     on = args.on or tuple(itertools.product(args.ranks, args.sms))
     print(COLUMNS + "".join(f"{op:>10}{'GB/s':>7}" for op in args.ops))
@@ -148,6 +167,9 @@ def main(argv: list[str] | None = None, loopback=None) -> None:
         start += f" {nodes} nodes +{carriers} {chunk or '-'}" if nodes > 1 else ""
         times = (f"{got[op][0]:>10.1f}{got[op][1]:>7.0f}" if op in got else f"{'-':>10}{'-':>7}" for op in args.ops)
         print(start + "".join(times), flush=True)
+        if args.stamps:
+            for op in (op for op in args.ops if op in got):
+                print("\n".join(stamps.lines(op, got["stamps"][op])), flush=True)
 
 
 if __name__ == "__main__":
