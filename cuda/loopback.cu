@@ -29,8 +29,10 @@ BlockStamps *stamps_on(int device) {
   const std::lock_guard<std::mutex> lock(mutex);
   BlockStamps *&all = of_device[device];
   if (!all) {
-    check(cudaMalloc(&all, sizeof(BlockStamps) * kStampRanks * kStampBlocks), "cudaMalloc of stamps");
-    check(set_stamps(all), "set_stamps");
+    BlockStamps *made = nullptr;
+    check(cudaMalloc(&made, sizeof(BlockStamps) * kStampRanks * kStampBlocks), "cudaMalloc of stamps");
+    check(set_stamps(made), "set_stamps");
+    all = made;
   }
   return all;
 }
