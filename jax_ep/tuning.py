@@ -41,9 +41,7 @@ LATENCY_MOST_SMS = 32
 # (docs/performance.md). Where it is not done whatever this says: lowering.py.
 COMMAND_BUFFERS = True
 
-# Several nodes: what an SM that carries chunks moves, read plus write (taken to be that of one that moves rows, as both
-# use the copy engine), the most that carry, what is taken where nothing is known, and the kernels' most blocks.
-NODE_SM_RATE = 74e9
+# Several nodes: the most SMs that carry chunks, what is taken where nothing is known, and the kernels' most blocks.
 NODE_MOST_SMS = 16
 NODE_FALLBACK_SMS = 2
 NODE_MOST_BLOCKS = 64
@@ -154,23 +152,21 @@ def node_sms(
     op: str,
     layout: str,
     num_nodes: int,
-    num_ranks: int,
-    num_experts: int,
-    num_topk: int,
     num_tokens: int,
     row_bytes: int,
+    **sizes: int,
 ) -> int:
     """SMs of a rank that carry chunks to other nodes, beside the call's: as many as keep pace with those.
 
-    `asked` and `num_sms`: of `Config`.
+    An SM that carries is taken to move as much as one that moves rows, as both use the copy engine. `asked` and
+    `num_sms`: of `Config`. `sizes`: num_ranks, num_experts and num_topk.
     """
     if asked:
         return asked
     if placement is None:
         return NODE_FALLBACK_SMS
-    sizes = dict(num_ranks=num_ranks, num_experts=num_experts, num_topk=num_topk)
     moved, carried = node_rows(op, layout, num_nodes=num_nodes, **sizes)
-    per_sm = carried / moved * SM_RATE / NODE_SM_RATE  # carriers per SM of the call
+    per_sm = carried / moved  # carriers per SM of the call
     wanted = num_sms or default_num_sms(
         placement, op=op, layout=layout, num_tokens=num_tokens, row_bytes=row_bytes, **sizes
     )

@@ -4,8 +4,10 @@ Without options the suite runs on eight virtual CPU devices. `--device gpu` leav
 tests/gpu only (see tests/gpu/run.py, which runs the whole GPU suite on one card).
 """
 
+import importlib
 import os
 import pathlib
+import sys
 
 import pytest
 
@@ -28,6 +30,17 @@ EXPECTED_SKIPS = (
     "needs compute-sanitizer",
     "needs a machine without a GPU",
 )
+
+
+@pytest.fixture
+def gpu_scripts(monkeypatch):
+    """`load(*names)`: scripts of tests/gpu as modules; they stand beside each other, not on the path."""
+    monkeypatch.syspath_prepend(str(GPU_TESTS))
+    before = set(sys.modules)
+    yield lambda *names: [importlib.import_module(name) for name in names]
+    for name in set(sys.modules) - before:
+        if pathlib.Path(getattr(sys.modules[name], "__file__", None) or "").parent == GPU_TESTS:
+            del sys.modules[name]
 
 
 def pytest_addoption(parser):

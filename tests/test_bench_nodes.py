@@ -87,7 +87,8 @@ def test_pictures_name_nodes():
     assert plots._bar_label(rows[1], False) == "cuda token demand 2x2 nvshmem 16 + 4 SMs"
 
 
-def test_marked_numbers_of_sms_over_nodes(four_ranks, usable, monkeypatch):
+@pytest.mark.parametrize(("asked_mode", "mode"), [("auto", "throughput"), ("latency", "latency")])
+def test_marked_numbers_of_sms_over_nodes(four_ranks, usable, monkeypatch, asked_mode, mode):
     """The table's numbers are those of the lowered calls, and of their carrier: by default, and where asked for."""
     monkeypatch.setattr(bootstrap, "placement", lambda groups, config=None: tuning.Placement(33, 4, 4))
     workload = WORKLOADS["W1"]
@@ -95,18 +96,18 @@ def test_marked_numbers_of_sms_over_nodes(four_ranks, usable, monkeypatch):
     args = tuple(jax.ShapeDtypeStruct(*size) for size in sizes.values())
     traffic = Traffic.of(workloads.topk_idx(workload, 4), workload.num_experts)
     setting = measure.Setting(workload, traffic, four_ranks, args)
-    case = measure.Case(setting, "cuda", "token", "demand", "auto", ranks_per_node=2)
+    case = measure.Case(setting, "cuda", "token", "demand", asked_mode, ranks_per_node=2)
     impl, compile_ = case.implementation(), measure.compiler(four_ranks)
     ready = (*jax.eval_shape(compile_(impl.dispatch), *args), 0.0)
     for op, step, operands, _ in measure._steps(PLAN, impl, args, ready):
-        assert measure.chosen_mode(case, op, compile_, functools.partial(step, impl), operands) == "throughput"
-        chosen, most = measure.default_num_sms(setting, "token", op, "throughput", 2)
+        assert measure.chosen_mode(case, op, compile_, functools.partial(step, impl), operands) == mode
+        chosen, most = measure.default_num_sms(setting, "token", op, mode, 2)
         assert chosen < most == 32
         for asked in (None, 5, most):
             of = functools.partial(step, dataclasses.replace(impl, num_sms=asked))
             text = compile_(of).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
             taken = [int(re.search(rf"{name} = (\d+)", text)[1]) for name in ("num_sms", "num_carriers")]
-            assert taken == [asked or chosen, measure.num_carriers(setting, "token", op, 2, asked)], (op, asked)
+            assert taken == [asked or chosen, measure.num_carriers(setting, "token", op, 2, asked, mode)], (op, asked)
             assert sum(taken) <= 33 and measure.num_carriers(setting, "token", op, None, asked) is None
 
 

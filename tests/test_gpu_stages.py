@@ -3,7 +3,6 @@ long, and what it makes of it; what time_kernels.py asks of the kernels and prin
 
 import ast
 import pathlib
-import sys
 
 import pytest
 
@@ -14,15 +13,8 @@ GPU = pathlib.Path(__file__).parent / "gpu"
 
 
 @pytest.fixture
-def scripts(monkeypatch):
-    """The two scripts as modules; they stand beside each other, not on the path."""
-    monkeypatch.syspath_prepend(str(GPU))
-    import run
-    import sanitize
-
-    yield run, sanitize
-    for name in ("run", "sanitize"):
-        del sys.modules[name]
+def scripts(gpu_scripts):
+    return gpu_scripts("run", "sanitize")
 
 
 CLEAN = "========= ERROR SUMMARY: 0 errors\n"
@@ -147,11 +139,8 @@ def test_every_tool_runs_every_path(scripts):
 
 
 @pytest.fixture
-def several(scripts, monkeypatch):
-    import several
-
-    yield several
-    del sys.modules["several"]
+def several(gpu_scripts):
+    return gpu_scripts("several")[0]
 
 
 def test_everything_about_several_gpus_is_bounded(several, tmp_path):
@@ -284,10 +273,8 @@ class FakeKernels:
         return {"code": 0}
 
 
-def test_kernels_are_timed_for_every_combination(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(GPU))
-    import time_kernels
-
+def test_kernels_are_timed_for_every_combination(gpu_scripts, capsys):
+    (time_kernels,) = gpu_scripts("time_kernels")
     made = []
 
     def loopback(**shape):
@@ -329,4 +316,3 @@ def test_kernels_are_timed_for_every_combination(monkeypatch, capsys):
     for words in ("--layout rows", "--workload W9", "--ops send", "--wire fp8"):
         with pytest.raises(SystemExit):
             time_kernels.main(words.split(), loopback)
-    del sys.modules["time_kernels"]

@@ -3,7 +3,6 @@
 import pathlib
 import re
 import shlex
-import sys
 
 from jax_ep.cli import bench, launch
 
@@ -37,12 +36,11 @@ def test_commands_of_the_bench(monkeypatch):
     assert len(started) >= 5 and all("--timeout" in words for words in started)
 
 
-def test_other_commands(monkeypatch):
+def test_other_commands(gpu_scripts, monkeypatch):
     """Scripts that exist, stages that are there, options that their parsers know."""
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
+    (run,) = gpu_scripts("run")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import decode
-    import run
     import train_moe
 
     parsers = {"decode.py": decode.parse_args, "train_moe.py": train_moe.parse_args}
@@ -58,4 +56,3 @@ def test_other_commands(monkeypatch):
             if path.name == "run.py":
                 assert run.chosen(stages, [options[options.index("--only") + 1]]), options
     assert {"train_moe.py", "decode.py", "run.py", "several.py", "sanitize.py"} <= set(seen)
-    del sys.modules["run"]

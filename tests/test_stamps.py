@@ -3,7 +3,6 @@ the header that names the phases. Nothing is run on a GPU here."""
 
 import pathlib
 import re
-import sys
 
 import pytest
 
@@ -13,15 +12,8 @@ CYCLES = 2000  # of a us, in what is made up here
 
 
 @pytest.fixture
-def scripts(monkeypatch):
-    """stamps.py and time_kernels.py as modules; they stand beside each other, not on the path."""
-    monkeypatch.syspath_prepend(str(GPU))
-    import stamps
-    import time_kernels
-
-    yield stamps, time_kernels
-    for name in ("stamps", "time_kernels"):
-        del sys.modules[name]
+def scripts(gpu_scripts):
+    return gpu_scripts("stamps", "time_kernels")
 
 
 def noted(begin_us, *stamps, first_clock=0, is_carrier=False, dropped=0, block=0):

@@ -303,8 +303,8 @@ def _case_rows(plan: Plan, machine: Machine, case: Case, full: Setting) -> Itera
             row |= {"ranks_per_node": case.ranks_per_node, "transport": case.transport, "node_sms": None}
             # Over nodes the default is not asked for, since fewer may carry then; of groups of one `full`'s has to be.
             asked = None if case.ranks_per_node is not None and num_sms == default else num_sms
-            if case.name == "cuda" and mode == "throughput":
-                row["node_sms"] = num_carriers(full, case.layout, op, case.ranks_per_node, asked)
+            if case.name == "cuda":
+                row["node_sms"] = num_carriers(full, case.layout, op, case.ranks_per_node, asked, mode)
             row |= {"capacity_rows": case.capacity if case.is_ours else None}
             row |= {"num_sms": num_sms, "is_default": num_sms is not None and num_sms == default}
             trouble = problem
@@ -369,22 +369,29 @@ def default_num_sms(
     if mode == "latency":
         num_ranks, num_tokens = setting.traffic.num_ranks, setting.workload.num_tokens
         chosen = tuning.latency_num_sms(placement, num_ranks=num_ranks, num_tokens=num_tokens)
-        return chosen, placement.max_num_sms
-    chosen = tuning.default_num_sms(placement, **_sizes(setting, layout, op))
+    else:
+        chosen = tuning.default_num_sms(placement, **_sizes(setting, layout, op))
     if ranks_per_node is None:
         return chosen, placement.max_num_sms
-    carriers = num_carriers(setting, layout, op, ranks_per_node)
+    carriers = num_carriers(setting, layout, op, ranks_per_node, mode=mode)
     most = min(placement.max_num_sms - 1, tuning.NODE_MOST_BLOCKS)  # a carrier takes one at least
     return tuning.node_num_sms(placement, chosen, carriers), most
 
 
 def num_carriers(
-    setting: Setting, layout: str, op: str, ranks_per_node: int | None, num_sms: int | None = None
+    setting: Setting,
+    layout: str,
+    op: str,
+    ranks_per_node: int | None,
+    num_sms: int | None = None,
+    mode: str = "throughput",
 ) -> int | None:
-    """SMs that carry to other nodes beside `num_sms` (None: the default) of a throughput call; None: there are none."""
+    """SMs that carry to other nodes beside a call's `num_sms` (None: the default); None: there are none."""
     placement = bootstrap.placement(group.mesh_groups(setting.over, AXIS))
     if placement is None or ranks_per_node is None:
         return None
+    if mode == "latency":
+        return tuning.latency_node_sms(placement, None, num_sms)
     num_nodes = -(-setting.traffic.num_ranks // ranks_per_node)
     return tuning.node_sms(placement, None, num_sms, num_nodes=num_nodes, **_sizes(setting, layout, op))
 
