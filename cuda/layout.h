@@ -268,7 +268,8 @@ JAX_EP_HD ArenaShape latency_arena_shape(int num_ranks, int num_nodes, int num_e
 //   i32 expert[K], i32 row[K], f32 weight[K] (dispatch), i32 slot[ranks_per_node], i32 token; -1: not on the node
 struct NodeCell {
   int64_t row_bytes, side_bytes; // as they cross; row_bytes of combine: of a sum
-  int32_t num_topk, ranks_per_node, num_nodes, is_combine;
+  int32_t num_topk, ranks_per_node, is_combine;
+  int32_t num_cells; // of a block and parity: one for each other node; combine with "fp8_wire" has one for its own sums, too
 
   static constexpr int64_t kHeader = 128;
   JAX_EP_HD int64_t line_rows() const { return int64_t(num_topk) * 4; }
@@ -291,7 +292,7 @@ struct NodeCell {
 
   // Of the cells that `num_blocks` blocks share, and the tokens that fit.
   JAX_EP_HD int64_t cell_bytes(const ArenaShape &arena, int num_blocks) const {
-    return arena.staging_bytes / (int64_t(num_blocks) * 2 * num_nodes) / 128 * 128;
+    return arena.staging_bytes / (int64_t(num_blocks) * 2 * num_cells) / 128 * 128;
   }
   JAX_EP_HD int64_t tokens(int64_t cell_bytes) const {
     const int64_t each = 2 * record_bytes() + (is_combine ? 2 * (int64_t(num_topk) * 4 + row_bytes) : 0) + 4;
@@ -305,8 +306,8 @@ JAX_EP_HD ArenaShape node_arena_shape(int num_ranks, int num_nodes, int num_expe
   ArenaShape s = arena_shape(num_ranks, num_experts, 16, 1, 1);
   s.num_nodes = num_nodes, s.staging_bytes = node_bytes > 0 ? node_bytes : 1;
   // A token for each block, in either direction; wherever a side cuts the row.
-  const NodeCell dispatch{row_bytes + 16, 0, num_topk, s.ranks_per_node(), num_nodes, 0};
-  const NodeCell combine{row_bytes, 0, num_topk, s.ranks_per_node(), num_nodes, 1};
+  const NodeCell dispatch{row_bytes + 16, 0, num_topk, s.ranks_per_node(), 0, num_nodes};
+  const NodeCell combine{row_bytes, 0, num_topk, s.ranks_per_node(), 1, num_nodes};
   while (dispatch.tokens(dispatch.cell_bytes(s, kMaxNodeBlocks)) < 1 || combine.tokens(combine.cell_bytes(s, kMaxNodeBlocks)) < 1)
     s.staging_bytes *= 2;
   return s;

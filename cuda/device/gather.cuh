@@ -20,7 +20,14 @@ struct Rows {
   int weight_lane;    // where row i's factor is
   unsigned is_scaled; // bit i: row i has a factor
   int count;          // the same in all lanes
+  unsigned ends = 0;  // bit i: row i is the last one of a sum within the sum, for sinks that add those up first
 };
+
+// For `ends`, by lanes that gave `in_order` a row.
+__device__ __forceinline__ unsigned bits_in_order(const Rows &rows, bool bit) {
+  const bool is_set = __shfl_sync(kFullWarp, int(bit), rows.weight_lane) != 0;
+  return __ballot_sync(kFullWarp, is_set) & (rows.count < kWarpSize ? (1u << rows.count) - 1 : kFullWarp);
+}
 
 // Rows scattered over the lanes of a warp (`has_row`, each with its own place `order` < number of rows).
 __device__ __forceinline__ Rows in_order(bool has_row, int order, const char *src, float weight, bool is_scaled) {
@@ -74,6 +81,7 @@ struct GatherStep {
   unsigned is_scaled; // as in Rows, and so are these
   float weight;
   int weight_lane;
+  unsigned ends;
 
   __device__ float weight_in_order() const { return __shfl_sync(kFullWarp, weight, weight_lane); }
 };
@@ -104,7 +112,7 @@ template <class Ask, class RowsOf> class GatherSteps {
       }
       if ((item_ += stride_) < items_) answer_ = ask_(int(item_ / plan_.num_pieces));
     }
-    step = {index_, at_, min(at_ + chunk_, end_), rows_.count, rows_.is_scaled, rows_.weight, rows_.weight_lane};
+    step = {index_, at_, min(at_ + chunk_, end_), rows_.count, rows_.is_scaled, rows_.weight, rows_.weight_lane, rows_.ends};
     at_ = step.end;
     return true;
   }
@@ -134,46 +142,47 @@ __device__ __forceinline__ void gather_sums(const GatherPlan &plan, WarpShare sh
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   if (warp >= plan.num_warps) return;
   GatherSteps<Ask, RowsOf> steps(plan, num_sums, share.warp, share.num_warps, ask, rows_of);
-  GatherStep now, coming;
-  bool has_now = steps.next(now);
+  GatherStep now;
   if constexpr (!kBulk) {
-    while (has_now) {
+    while (steps.next(now)) {
       sink(now, [&](int i, int at) {
         const auto src = __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(steps.src()), i);
         return at >= 0 ? load_row(reinterpret_cast<const char *>(src) + at) : int4{};
       });
-      has_now = steps.next(now);
     }
   } else {
     char *stages = room + int64_t(2) * warp * plan.stage_bytes;
     BulkBarrier *bar = bars + 2 * warp;
-    auto start = [&](const GatherStep &s, int stage) { // of the step that `steps` gave last
-      if (!s.count) return;
-      const int bytes = s.end - s.begin;
-      if (lane == 0) bulk_expect(bar + stage, unsigned(bytes * s.count));
-      __syncwarp(); // bytes are expected before the first of them can arrive
-      if (lane >= s.count) return;
-      char *to = stages + stage * plan.stage_bytes + lane * bytes;
-      if constexpr (kOnce) bulk_load(to, steps.src() + s.begin, unsigned(bytes), bar + stage, bulk_once());
-      else bulk_load(to, steps.src() + s.begin, unsigned(bytes), bar + stage);
-    };
-    int stage = 0;
-    if (has_now) start(now, stage);
-    while (has_now) {
+    bool has_now = false;
+    for (int stage = 0;; stage ^= 1) { // of `now`
+      GatherStep coming;
       const bool has_coming = steps.next(coming);
-      if (has_coming) start(coming, stage ^ 1);
-      if (now.count) {
-        bulk_wait_loaded(bar + stage, parity >> stage & 1);
-        parity ^= 1u << stage;
+      if (has_coming && coming.count) {
+        const int bytes = coming.end - coming.begin;
+        BulkBarrier *there = bar + (stage ^ 1);
+        if (lane == 0) bulk_expect(there, unsigned(bytes * coming.count));
+        __syncwarp(); // bytes are expected before the first of them can arrive
+        if (lane < coming.count) {
+          char *to = stages + (stage ^ 1) * plan.stage_bytes + lane * bytes;
+          if constexpr (kOnce) bulk_load(to, steps.src() + coming.begin, unsigned(bytes), there, bulk_once());
+          else bulk_load(to, steps.src() + coming.begin, unsigned(bytes), there);
+        }
       }
-      const char *here = stages + stage * plan.stage_bytes - now.begin;
-      const int bytes = now.end - now.begin;
-      sink(now, [&](int i, int at) {
-        return at >= 0 ? *reinterpret_cast<const int4 *>(here + i * bytes + at) : int4{};
-      });
-      __syncwarp();
-      bulk_fence_shared(); // lanes have read the stage before the copy engine refills it
-      now = coming, has_now = has_coming, stage ^= 1;
+      if (has_now) {
+        if (now.count) {
+          bulk_wait_loaded(bar + stage, parity >> stage & 1);
+          parity ^= 1u << stage;
+        }
+        const char *here = stages + stage * plan.stage_bytes - now.begin;
+        const int bytes = now.end - now.begin;
+        sink(now, [&](int i, int at) {
+          return at >= 0 ? *reinterpret_cast<const int4 *>(here + i * bytes + at) : int4{};
+        });
+        __syncwarp();
+        bulk_fence_shared(); // lanes have read the stage before the copy engine refills it
+      }
+      if (!has_coming) return;
+      now = coming, has_now = true;
     }
   }
 }

@@ -18,7 +18,7 @@ enum class Stamp : uint16_t {
   kDone, kBlocksOut, kFinishSent,
   // Several nodes, by round: in dispatch, in combine.
   kReturned, kPlacesFound, kFilled, kPosted, kChunkHere, kHandedOn,
-  kAsked, kQuestionHere, kAnswered, kAnswerPosted, kOwnSummed, kSumsHere, kNodesSummed, kRoundDone,
+  kAsked, kQuestionHere, kAnswerPosted, kListSummed, kSumsWanted, kSumsHere, kNodesSummed, kRoundDone,
   // Latency mode.
   kEntered, kOwnCounted, kRouted, kSent, kFlagged, kArrivalsHere, kArrivalsPlaced, kRowsHere, kReceived,
   // Carrier: a look that found something; a put, by its KiB.
@@ -53,9 +53,9 @@ inline const char *stamp_name(Stamp stamp) {
     case Stamp::kHandedOn: return "handed on";
     case Stamp::kAsked: return "asked";
     case Stamp::kQuestionHere: return "questions here";
-    case Stamp::kAnswered: return "answer summed";
     case Stamp::kAnswerPosted: return "answer posted";
-    case Stamp::kOwnSummed: return "own summed";
+    case Stamp::kListSummed: return "list summed";
+    case Stamp::kSumsWanted: return "sums wanted";
     case Stamp::kSumsHere: return "sums here";
     case Stamp::kNodesSummed: return "nodes summed";
     case Stamp::kRoundDone: return "round done";

@@ -17,6 +17,7 @@ namespace jax_ep {
 
 template <class T> using SystemWord = cuda::atomic_ref<T, cuda::thread_scope_system>;
 template <class T> using DeviceWord = cuda::atomic_ref<T, cuda::thread_scope_device>;
+template <class T> using BlockWord = cuda::atomic_ref<T, cuda::thread_scope_block>;
 
 __device__ __forceinline__ uint64_t now_ns() {
   uint64_t t;
@@ -38,6 +39,7 @@ class Session {
         epoch_(control_->epoch + 1), tag_(call.tag) {}
   // Of a call that began in an earlier kernel.
   __device__ Session(const CallParams &call, uint64_t epoch) : Session(call) { epoch_ = epoch; }
+  __device__ Session(const CallParams &call, uint64_t epoch, uint64_t tag) : Session(call, epoch) { tag_ = tag; }
 
   // A number that all ranks must pass alike; before announce().
   __device__ void agree_on(int32_t number) { tag_ = tag_with(tag_, number); }

@@ -24,8 +24,6 @@ constexpr int kPieceBytes = 8 * kStageBytes;              // the latest store of
 constexpr int kCarrierSharedBytes = kWorkers * kStages * kStageBytes; // dynamic, with bulk copies
 static_assert(kCarrierSharedBytes <= kBulkSharedBytes);
 
-template <class T> using BlockWord = cuda::atomic_ref<T, cuda::thread_scope_block>;
-
 // Entries that the kernel of the call uses: all but those of blocks that it does not have.
 struct PutEntries {
   const CarrierParams &p;

@@ -140,7 +140,7 @@ struct HeldSums {
     expert = is_entry ? p.topk_clean[at] : -1;
     row = is_entry ? p.dst_row[at] : -1;
   }
-  // `kNodes`: a row that is "scaled" is the last one of its node.
+  // `kNodes`: with the last one of each node's.
   template <bool kNodes>
   __device__ Rows rows(const CombineParams &p, const SlotShape &shape, const char *slot, int64_t token, int lane) const {
     const int rank = expert >= 0 && row >= 0 ? expert / p.num_local_experts : -1;
@@ -148,14 +148,16 @@ struct HeldSums {
     const bool is_first = rank >= 0 && (same & ((1u << lane) - 1)) == 0;
     const char *part = slot + rank * shape.bytes();
     int order = 0, place = int(token);
-    bool is_last = kNodes;
+    bool is_last = true;
     if (kNodes && is_first && p.call.is_remote(rank)) place = reinterpret_cast<const int32_t *>(part + shape.packed())[token];
     for (unsigned left = __ballot_sync(kFullWarp, is_first); left; left &= left - 1) {
       const int other = __shfl_sync(kFullWarp, rank, __ffs(left) - 1);
       order += other < rank;
       if (kNodes && other > rank && p.call.node_of(other) == p.call.node_of(rank)) is_last = false;
     }
-    return in_order(is_first, order, part + shape.rows() + place * shape.row_bytes, 1.f, is_last);
+    Rows rows = in_order(is_first, order, part + shape.rows() + place * shape.row_bytes, 1.f, false);
+    if constexpr (kNodes) rows.ends = bits_in_order(rows, is_last);
+    return rows;
   }
 };
 

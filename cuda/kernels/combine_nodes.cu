@@ -4,7 +4,7 @@
 // Steps of combine_peer.cu, with these differences:
 //   2 agree    announces go to ranks of other nodes as puts; only ranks of the node claim each other's buffers
 //   3          none: a rank whose buffers its node cannot reach is refused
-//   4 pull     round by round each block asks its partners, answers theirs, and adds up the nodes' sums (node_combine.cuh)
+//   4 pull     round by round each block asks its partners, answers theirs and adds up its tokens (node_combine.cuh)
 #include "cuda/kernels/combine_kernels.h"
 #include "cuda/kernels/node_combine.cuh"
 
@@ -15,7 +15,7 @@ using namespace combine_steps;
 
 struct NodesPlan {
   Plan plan;
-  GatherPlan last;
+  GatherPlan last; // "fp8_wire": of sums over nodes
   NodePlan nodes;
 };
 
@@ -60,13 +60,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     // 4 pull
     NodeLinks links(p.call, session, plans.nodes, p.num_tokens);
     const NodeSums sums{p, plan, plans.last, shared, peers, links};
-    const int rounds = plans.nodes.rounds;
-    for (int round = 0; round < 2 && round < rounds; ++round) ask_round(p, links, round);
-    ok = rounds == 0 || answer_round<kType, kBulk, kWire>(sums, 0, parity);
-    for (int round = 0; round < rounds && ok; ++round) {
-      if (round + 1 < rounds) ok = answer_round<kType, kBulk, kWire>(sums, round + 1, parity);
-      ok = ok && finish_round<kType, kBulk, kWire>(sums, round, parity);
-      if (ok && round + 2 < rounds) ask_round(p, links, round + 2);
+    for (int round = -2; round < links.rounds && ok; ++round) {
+      if (round >= -1) ok = sum_round<kType, kBulk, kWire>(sums, round, parity);
+      if constexpr (kWire) ok = ok && (round < 0 || sum_nodes<kType, kBulk>(sums, round, parity));
+      if (!ok) break;
+      if (round >= 0) pull_round_scalars(sums, round);
+      JAX_EP_STAMP_ROUND(kRoundDone, round);
+      if (round + 2 < links.rounds) ask_round(p, links, round + 2);
     }
   }
   // 5 leave
@@ -93,7 +93,7 @@ cudaError_t launch_combine_nodes(CombineParams p, cudaStream_t stream) {
     plans.last = GatherPlan::make(p.y_bytes, kVectorUnit, nodes, pieces(p.y_bytes, nodes), kWarps, room, p.use_bulk);
     return plans.last.shared_bytes();
   });
-  plans.nodes = make_node_plan(p.call, p.y_bytes, 0, true, p.num_tokens, p.num_blocks);
+  plans.nodes = make_node_plan(p.call, p.y_bytes, 0, true, p.quantize == Quantize::kFp8Wire, p.num_blocks);
   const auto kernel = Kernels::get(p.dtype, p.use_bulk, p.quantize == Quantize::kFp8Wire);
   if (!kernel || plans.plan.pull.num_warps < 1 || plans.last.num_warps < 1 || plans.nodes.tokens < 1 ||
       (has_partials(p.layout, p.quantize) && plans.plan.reduce.num_warps < 1))

@@ -12,12 +12,28 @@ namespace jax_ep {
 
 constexpr int kVectorUnit = kWarpSize * 16; // one vector per lane
 
-// acc += the step's rows at bytes at[u] (negative: none) of the row, u < kUnroll. `kIsPartial`: a row with a factor
-// stands for a partial sum of its own, which is rounded before it is added.
+// acc += a row's vectors `v`. `weight`: of a row with a factor, which stands for a partial sum of its own, rounded before it
+// is added, if `kIsPartial`.
+template <DType kType, int kUnroll, bool kIsPartial>
+__device__ __forceinline__ void add_vectors(const int4 (&v)[kUnroll], bool is_scaled, float weight,
+                                            float (&acc)[kUnroll][Payload<kType>::kLanes]) {
+  using Row = Payload<kType>;
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    if (!is_scaled) add_row<kType>(acc[u], v[u]);
+    else if (!kIsPartial) add_row<kType>(acc[u], v[u], weight);
+    else {
+      float one[Row::kLanes] = {};
+      add_row<kType>(one, v[u], weight);
+      add_row<kType>(acc[u], Row::pack(one));
+    }
+  }
+}
+
+// acc += the step's rows at bytes at[u] (negative: none) of the row, u < kUnroll.
 template <DType kType, int kUnroll, bool kIsPartial, class Fetch>
 __device__ __forceinline__ void sum_vectors(const GatherStep &s, Fetch &fetch, const int (&at)[kUnroll], float weights,
                                             float (&acc)[kUnroll][Payload<kType>::kLanes]) {
-  using Row = Payload<kType>;
   constexpr int kBatch = 4; // rows under way at a time
   for (int first = 0; first < s.count; first += kBatch) {
     int4 v[kBatch][kUnroll];
@@ -32,16 +48,7 @@ __device__ __forceinline__ void sum_vectors(const GatherStep &s, Fetch &fetch, c
       if (first + j >= s.count) break;
       const bool is_scaled = s.is_scaled >> (first + j) & 1;
       const float weight = is_scaled ? __shfl_sync(kFullWarp, weights, first + j) : 1.f;
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (!is_scaled) add_row<kType>(acc[u], v[j][u]);
-        else if (!kIsPartial) add_row<kType>(acc[u], v[j][u], weight);
-        else {
-          float one[Row::kLanes] = {};
-          add_row<kType>(one, v[j][u], weight);
-          add_row<kType>(acc[u], Row::pack(one));
-        }
-      }
+      add_vectors<kType, kUnroll, kIsPartial>(v[j], is_scaled, weight, acc);
     }
   }
 }
@@ -152,14 +159,14 @@ template <DType kType, int kUnroll, bool kKeeps = false> struct StoreOut {
     using Row = Payload<kType>;
     const float weights = s.is_scaled ? s.weight_in_order() : 1.f;
     const int64_t row = (first_token + s.index) * row_bytes;
-    const bool is_pair = Row::kCanAddPairs && s.count == 2 && !s.is_scaled && !bias;
+    const bool is_packed = Row::kCanAddPairs && (s.count == 1 || s.count == 2) && !s.is_scaled && !bias;
     for (int base = s.begin; base < s.end; base += kUnroll * kVectorUnit) {
       int at[kUnroll];
       vectors_at(s, base, at);
-      if (is_pair) {
+      if (is_packed) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-          const int4 sum = Row::add_pair(fetch(0, at[u]), fetch(1, at[u]));
+          const int4 sum = Row::add_pair(fetch(0, at[u]), s.count == 2 ? fetch(1, at[u]) : int4{}); // -0 becomes +0
           if (at[u] >= 0) store_sum<kKeeps>(out + row + at[u], sum);
         }
         continue;
@@ -176,30 +183,40 @@ template <DType kType, int kUnroll, bool kKeeps = false> struct StoreOut {
   }
 };
 
-// The same over several nodes, from sums of ranks: those of a node are added and rounded first. Nothing has a factor; a row
-// that is "scaled" is the last one of its node.
+// The same over several nodes: the rows of a node (`ends`) are added and rounded first. Most sums are of two nodes, with a row
+// or two each: those have packed additions alone.
 template <DType kType, int kUnroll> struct StoreOutOfNodes {
+  using Row = Payload<kType>;
   char *out;
   const char *bias;
   int64_t row_bytes;
 
   template <class Fetch> __device__ void operator()(const GatherStep &s, Fetch fetch) const {
-    using Row = Payload<kType>;
+    const float weights = s.is_scaled ? s.weight_in_order() : 1.f;
     const int64_t row = s.index * row_bytes;
+    const unsigned ends = s.ends & (s.count < kWarpSize ? (1u << s.count) - 1 : kFullWarp);
+    const bool is_pair = Row::kCanAddPairs && __popc(ends) == 2 && !bias;
     for (int base = s.begin; base < s.end; base += kUnroll * kVectorUnit) {
       int at[kUnroll];
       vectors_at(s, base, at);
-      float sum[kUnroll][Row::kLanes] = {}, node[kUnroll][Row::kLanes] = {};
-      for (int i = 0; i < s.count; ++i) {
-        int4 v[kUnroll];
+      if (is_pair) {
+        int4 first[kUnroll], second[kUnroll];
+        sum_node(s, fetch, at, weights, 0, __ffs(ends), first);
+        sum_node(s, fetch, at, weights, __ffs(ends), s.count, second);
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) v[u] = fetch(i, at[u]);
+        for (int u = 0; u < kUnroll; ++u)
+          if (at[u] >= 0) store_row(out + row + at[u], Row::add_pair(first[u], second[u]));
+        continue;
+      }
+      float sum[kUnroll][Row::kLanes] = {};
+      int begin = 0;
+      for (unsigned left = ends; left; left &= left - 1) {
+        const int end = __ffs(left);
+        int4 of_node[kUnroll];
+        sum_node(s, fetch, at, weights, begin, end, of_node);
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) add_row<kType>(node[u], v[u]);
-        if (s.is_scaled >> i & 1) {
-#pragma unroll
-          for (int u = 0; u < kUnroll; ++u) end_node<kType>(sum[u], node[u]);
-        }
+        for (int u = 0; u < kUnroll; ++u) add_row<kType>(sum[u], of_node[u]);
+        begin = end;
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -207,6 +224,32 @@ template <DType kType, int kUnroll> struct StoreOutOfNodes {
         if (bias) add_row<kType>(sum[u], load_row(bias + row + at[u]));
         store_row(out + row + at[u], Row::pack(sum[u]));
       }
+    }
+  }
+
+ private:
+  // Rows [begin, end) of the step, rounded. Of one row it may be -0 where the sum is +0: nothing can tell once it is added.
+  template <class Fetch>
+  __device__ __forceinline__ static void sum_node(const GatherStep &s, Fetch &fetch, const int (&at)[kUnroll], float weights, int begin,
+                                                  int end, int4 (&of_node)[kUnroll]) {
+    const unsigned scaled = s.is_scaled >> begin & ((2u << (end - begin - 1)) - 1);
+    if (!scaled && end - begin == 1) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) of_node[u] = fetch(begin, at[u]);
+    } else if (Row::kCanAddPairs && !scaled && end - begin == 2) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) of_node[u] = Row::add_pair(fetch(begin, at[u]), fetch(begin + 1, at[u]));
+    } else {
+      float sum[kUnroll][Row::kLanes] = {};
+      for (int i = begin; i < end; ++i) {
+        int4 v[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) v[u] = fetch(i, at[u]);
+        const bool is_scaled = s.is_scaled >> i & 1;
+        add_vectors<kType, kUnroll, true>(v, is_scaled, is_scaled ? __shfl_sync(kFullWarp, weights, i) : 1.f, sum);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) of_node[u] = Row::pack(sum[u]);
     }
   }
 };
@@ -235,7 +278,7 @@ template <DType kType, bool kNodes = false, bool kKeeps = false> struct StoreOut
 #pragma unroll
         for (int j = 0; j < 16; ++j) acc[j] = __fadd_rn(acc[j], __fmul_rn(f[j], scale));
         if constexpr (kNodes) {
-          if (!(s.is_scaled >> i & 1)) continue;
+          if (!(s.ends >> i & 1)) continue;
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) end_node<kType>(nodes + v * Row::kLanes, acc + v * Row::kLanes);
         }

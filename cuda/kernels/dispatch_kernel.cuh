@@ -131,17 +131,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     JAX_EP_STAMP(kPlaced);
     unsigned parity = 0;
     char *const moving = shared + plan.room;
-    NodeLinks links(p.call, session, node_plan, p.num_tokens);
     if constexpr (kNodes) { // rows for this node and for the others, round by round
-      const auto put = [&](int round) {
-        return put_round<kRoute, kBulk, kQuantize>(p, peers, plan.move, moving, bars, parity, links, round);
-      };
-      ok = node_plan.rounds == 0 || put(0);
-      zero_rest<kRoute, kBulk>(p, kBulk ? plan.move.num_warps : 0, shared + plan.zeros, kZeroPage, own);
-      JAX_EP_STAMP(kZeroed);
-      for (int round = 0; round < node_plan.rounds && ok; ++round) {
-        if (round + 1 < node_plan.rounds) ok = put(round + 1);
-        ok = ok && hand_on_round<kRoute, kBulk>(p, peers, plan.move, moving, bars, parity, links, round);
+      NodeLinks links(p.call, session, node_plan, p.num_tokens);
+      for (int round = -1; round < links.rounds && ok; ++round) {
+        if (round + 1 < links.rounds) ok = put_round<kRoute, kBulk, kQuantize>(p, peers, plan.move, moving, bars, parity, links, round + 1);
+        if (round >= 0) {
+          ok = ok && hand_on_round<kRoute, kBulk>(p, peers, plan.move, moving, bars, parity, links, round);
+          continue;
+        }
+        zero_rest<kRoute, kBulk>(p, kBulk ? plan.move.num_warps : 0, shared + plan.zeros, kZeroPage, own);
+        JAX_EP_STAMP(kZeroed);
       }
     } else {
       const SentRows<kRoute, kQuantize> rows(p, peers, plan.move);

@@ -29,7 +29,7 @@ cudaError_t launch_dispatch_nodes(DispatchParams p, cudaStream_t stream) {
   if (p.num_blocks < 1 || p.num_blocks > kMaxNodeBlocks || p.call.shape.num_nodes > kMaxNodes) return cudaErrorInvalidConfiguration;
   const bool is_route = p.topk_idx != nullptr || p.stats != nullptr;
   const Plan plan = make_plan(p, is_route);
-  const NodePlan nodes = make_node_plan(p.call, p.call.row_bytes, p.call.side_bytes, false, p.num_tokens, p.num_blocks);
+  const NodePlan nodes = make_node_plan(p.call, p.call.row_bytes, p.call.side_bytes, false, false, p.num_blocks);
   if ((is_route && plan.count_warps < 1) || plan.move.num_warps < 1 || nodes.tokens < 1) return cudaErrorInvalidConfiguration;
   p.call.tag = tag_with(p.call.tag, pairs_number(nodes, p.num_blocks));
   kernel_for(is_route, p.use_bulk, p.quantize != Quantize::kNone)<<<p.num_blocks, kThreads, plan.bytes, stream>>>(p, plan, nodes);

@@ -1,9 +1,12 @@
 // Combine over nodes: a rank asks its partners for the sums of its tokens on their nodes; a partner adds up the rows of the
-// node's ranks, as a source does with its own, rounds, and puts the sum back; the rank adds the nodes' sums and the bias.
+// node's ranks and puts the sum back; the rank adds its own node's rows, the other nodes' sums and the bias.
 //
 // A question frees what it will be answered in: a rank asks for round j + 2 when it has used the sums of round j, which
 // lie in the same cell. So an answer needs no credit, and nobody waits for more than the partner's answer to a question
 // that it had before.
+//
+// What a block adds up in a round is one list for its warps: the answers to the questions of round j + 1 first, which others
+// wait for, then its own tokens of round j. So warps fill and drain their stages once a round.
 #pragma once
 
 #include "cuda/kernels/combine_steps.cuh"
@@ -35,27 +38,8 @@ __device__ __forceinline__ float scalar_at(const CombineParams &p, const PeerBuf
   return __ldcs(scalars + (p.layout == Layout::kToken ? int64_t(row) * p.call.num_topk + k : row));
 }
 
-// Sums of rows on this node, `count` of them, to `out` one after the other. `ask(index)`: the entries, by lane;
-// `slots(index)`: of the token, by rank. Writes what the block later loads in bulk, or a carrier reads.
-template <DType kType, bool kBulk, bool kWire, class Ask, class Slots>
-__device__ __forceinline__ void sum_on_node(const NodeSums &s, int count, char *out, unsigned &parity, Ask ask, Slots slots) {
-  constexpr int kUnroll = kBulk ? 1 : 2;
-  const CombineParams &p = s.p;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const bool reads_singles = !kWire && p.layout != Layout::kToken;
-  auto rows_of = [&](int index, const Holders &holders) {
-    return holders.rows(p, s.peers, slots(index), lane, reads_singles, [](int) -> const char * { return nullptr; });
-  };
-  auto sum_into = [&](auto store) {
-    gather_sums<kBulk, true>(s.plan.pull, {unsigned(warp), unsigned(s.plan.pull.num_warps)}, count, s.room(), s.bars(), parity, ask,
-                       rows_of, store);
-  };
-  if constexpr (kWire) sum_into(StoreOutOfWire<kType, false, true>{out, nullptr, p.y_bytes, 0});
-  else sum_into(StoreOut<kType, kUnroll, true>{out, nullptr, p.y_bytes, 0});
-}
-
 // Which tokens of the round reach which node, to the partners there.
-__device__ __noinline__ void ask_round(const CombineParams &p, NodeLinks &links, int round) {
+__device__ __forceinline__ void ask_round(const CombineParams &p, NodeLinks &links, int round) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_topk = p.call.num_topk;
   const int rows = links.place(round, [&](int token) {
     const int64_t at = int64_t(token) * num_topk + lane;
@@ -83,71 +67,165 @@ __device__ __noinline__ void ask_round(const CombineParams &p, NodeLinks &links,
   JAX_EP_STAMP_ROUND(kAsked, round);
 }
 
-// Answers the partners' questions of the round. False: leave.
+// What a warp asked for ahead, by lane: entries of a token, and where node `lane` has its sum of an own token.
+struct AskedRows {
+  Holders holders;
+  int place;
+};
+
+// The sums of a round's list. `round` -1: the answers of round 0 alone. False: leave.
 template <DType kType, bool kBulk, bool kWire>
-__device__ __noinline__ bool answer_round(const NodeSums &s, int round, unsigned &parity) {
+__device__ __forceinline__ bool sum_round(const NodeSums &s, int round, unsigned &parity) {
+  constexpr int kUnroll = kBulk ? 1 : 2;
+  // By node: answers that it asked for, and bytes of their rows that are not summed yet (who sums the last ones has them put);
+  // its questions, where the answers go, where its sums of this round come and which tokens' they are.
+  __shared__ int s_count[kMaxNodes];
+  __shared__ unsigned long long s_left[kMaxNodes];
+  __shared__ const char *s_asked[kMaxNodes], *s_in[kMaxNodes];
+  __shared__ char *s_out[kMaxNodes];
+  __shared__ const int32_t *s_places[kMaxNodes];
   NodeLinks &links = s.links;
   const CombineParams &p = s.p;
   const NodeCell &cell = links.plan.cell;
-  const int lane = threadIdx.x % kWarpSize, num_topk = p.call.num_topk, first_rank = p.call.first_of_node();
-  if (!links.wait(kAsked, round)) return false;
-  JAX_EP_STAMP_ROUND(kQuestionHere, round);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_topk = p.call.num_topk;
   const int64_t tokens = links.plan.tokens;
-  for (int i = 1; i < links.num_nodes; ++i) {
-    const int n = (links.own + i) % links.num_nodes; // not all partners answer the same node first
-    const char *asked = links.records_in(round, n);
-    const int count = min(NodeLinks::count_of(asked), links.plan.tokens);
-    char *sums = links.sums_out(round, n);
-    sum_on_node<kType, kBulk, kWire>(
-        s, count, s.rows(sums), parity,
-        [&](int index) {
-          const char *line = links.record(asked, index);
-          Holders holders;
-          holders.expert = lane < num_topk ? reinterpret_cast<const int32_t *>(line)[lane] : -1;
-          holders.row = lane < num_topk ? reinterpret_cast<const int32_t *>(line + cell.line_rows())[lane] : -1;
-          return holders;
-        },
-        [&](int index) {
-          return reinterpret_cast<const int32_t *>(links.record(asked, index) + cell.line_slots()) - first_rank;
-        });
-    if (p.scalars) {
-      for (int i = threadIdx.x; i < count * num_topk; i += kThreads) {
-        const char *line = links.record(asked, i / num_topk);
+  const int next = round + 1, record_bytes = int(cell.record_bytes()), line_rows = int(cell.line_rows());
+  const int node_experts = cell.ranks_per_node * p.num_local_experts, first_expert = links.own * node_experts;
+  const bool has_answers = next < links.rounds;
+  if (has_answers && !links.wait(kAsked, next)) return false;
+  JAX_EP_STAMP_ROUND(kQuestionHere, next);
+  auto put_answer = [&](int node) { // one thread
+    links.put_to(node, kArrived, next, cell.sums_out(tokens), cell.sums_in(tokens), cell.sum_rows(tokens) + s_count[node] * cell.row_bytes);
+    JAX_EP_STAMP_LANE(kAnswerPosted, next);
+  };
+  if (const int node = threadIdx.x; node < links.num_nodes) {
+    const bool has_asked = has_answers && node != links.own;
+    const int count = has_asked ? min(NodeLinks::count_of(links.records_in(next, node)), links.plan.tokens) : 0;
+    s_count[node] = count;
+    s_left[node] = uint64_t(count) * uint64_t(s.plan.pull.row_bytes);
+    if (node != links.own) { // which has a cell for "fp8_wire" alone
+      s_asked[node] = links.record(links.records_in(next, node), 0);
+      s_out[node] = s.rows(links.sums_out(next, node));
+      s_in[node] = s.rows(links.sums_in(round, node));
+      s_places[node] = links.places(round, node);
+    }
+    if (has_asked) *reinterpret_cast<int32_t *>(links.sums_out(next, node)) = count, links.count_rows(count);
+    if (has_asked && !count) put_answer(node);
+  }
+  __syncthreads(); // all of these
+  if (p.scalars) {
+    for (int node = 0; node < links.num_nodes; ++node) {
+      for (int i = threadIdx.x; i < s_count[node] * num_topk; i += kThreads) {
+        const char *line = s_asked[node] + i / num_topk * record_bytes;
         const int k = i % num_topk;
-        s.scalars(sums)[i] = scalar_at(p, s.peers, reinterpret_cast<const int32_t *>(line)[k],
-                                       reinterpret_cast<const int32_t *>(line + cell.line_rows())[k], k);
+        s.scalars(links.sums_out(next, node))[i] = scalar_at(p, s.peers, reinterpret_cast<const int32_t *>(line)[k],
+                                                             reinterpret_cast<const int32_t *>(line + line_rows)[k], k);
       }
     }
-    JAX_EP_STAMP_ROUND(kAnswered, round);
-    if (threadIdx.x == 0) *reinterpret_cast<int32_t *>(sums) = count, links.count_rows(count);
-    __syncthreads(); // every thread's stores, before the post, whose release covers them
-    if (threadIdx.x == 0) // at once, while the sums are still in the L2 cache
-      links.put_to(n, kArrived, round, cell.sums_out(tokens), cell.sums_in(tokens), cell.sum_rows(tokens) + count * cell.row_bytes);
-    JAX_EP_STAMP_ROUND(kAnswerPosted, round);
+    __syncthreads(); // every thread's scalars, before the put of any warp
   }
-  return true;
+  int answers = 0;
+  for (int node = 0; node < links.num_nodes; ++node) answers += s_count[node];
+  const TokenRange range = round < 0 ? TokenRange{0, 0} : links.tokens(round);
+  const int size = range.end - range.begin;
+  // Of an answer: the node that asked, and `index` becomes its number there. Of an own token: -1, and its number in the round.
+  auto asker_of = [&](int &index) {
+    if (index >= answers) {
+      index -= answers;
+      return -1;
+    }
+    int node = links.own;
+    do { // not all partners answer the same node first
+      if (++node == links.num_nodes) node = 0;
+    } while (index >= s_count[node] && (index -= s_count[node], true));
+    return node;
+  };
+  bool ok = true, has_sums = kWire || round < 0; // of this warp: the other nodes' sums of its own tokens are there
+  auto wait_for_sums = [&] {
+    if (has_sums) return;
+    has_sums = true;
+    JAX_EP_STAMP_ROUND(kSumsWanted, round);
+    ok = links.wait_in_warp(kArrived, round);
+    bulk_fence(); // they were written through the generic proxy, or came from a network card; some are now bulk-loaded
+    JAX_EP_STAMP_ROUND(kSumsHere, round);
+  };
+  auto ask = [&](int index) {
+    const int node = asker_of(index);
+    AskedRows asked;
+    asked.place = -1;
+    if (node < 0) {
+      asked.holders = Holders(p, range.begin + index, lane);
+      if (!kWire && lane < links.num_nodes && lane != links.own) asked.place = s_places[lane][index];
+    } else {
+      const char *line = s_asked[node] + index * record_bytes;
+      asked.holders.expert = lane < num_topk ? reinterpret_cast<const int32_t *>(line)[lane] : -1;
+      asked.holders.row = lane < num_topk ? reinterpret_cast<const int32_t *>(line + line_rows)[lane] : -1;
+    }
+    return asked;
+  };
+  auto rows_of = [&](int index, const AskedRows &asked) {
+    const int node = asker_of(index);
+    const int32_t *slots = node < 0 ? p.slot + int64_t(range.begin + index) * p.call.num_ranks
+                                    : reinterpret_cast<const int32_t *>(s_asked[node] + index * record_bytes + cell.line_slots()) -
+                                          p.call.first_of_node();
+    Holders holders = asked.holders;
+    const bool is_here = unsigned(holders.expert - first_expert) < unsigned(node_experts);
+    int place = 0, other = 0;
+    if (node < 0) {
+      if constexpr (kWire) { // another node's sum is not on the wire in FP8: the own one's is taken apart
+        if (!is_here) holders.expert = -1;
+      } else {
+        wait_for_sums();
+        if (!ok) holders.expert = -1;
+        // A node's sum stands for its first rank's: it has that place in the order of ranks.
+        if (!is_here && holders.expert >= 0) other = holders.expert / node_experts;
+        place = __shfl_sync(kFullWarp, asked.place, other);
+        if (!is_here && holders.expert >= 0) holders.expert = other * node_experts;
+      }
+    }
+    const bool reads_singles = !kWire && p.layout != Layout::kToken;
+    Rows rows = holders.rows(p, s.peers, slots, lane, reads_singles, [&](int) -> const char * {
+      return s_in[other] + place * p.y_bytes; // of a rank that cannot be reached
+    });
+    if constexpr (!kWire) {
+      const unsigned here = bits_in_order(rows, is_here); // side by side
+      rows.ends = ~here | (here & ~(here >> 1));
+    }
+    return rows;
+  };
+  gather_sums<kBulk, true>(s.plan.pull, {unsigned(warp), unsigned(s.plan.pull.num_warps)}, answers + size, s.room(), s.bars(), parity, ask,
+                           rows_of, [&](GatherStep step, auto fetch) {
+    const int node = asker_of(step.index);
+    if constexpr (!kWire) {
+      if (node < 0) {
+        if (ok) StoreOutOfNodes<kType, kUnroll>{p.out + range.begin * p.y_bytes, p.bias ? p.bias + range.begin * p.y_bytes : nullptr, p.y_bytes}(step, fetch);
+        return;
+      }
+    }
+    // Read by a carrier soon, or by this block.
+    char *out = kWire && node < 0 ? s.rows(links.sums_in(round, links.own)) : s_out[node];
+    if constexpr (kWire) StoreOutOfWire<kType, false, true>{out, nullptr, p.y_bytes, 0}(step, fetch);
+    else StoreOut<kType, kUnroll, true>{out, nullptr, p.y_bytes, 0}(step, fetch);
+    if (node < 0) return;
+    __syncwarp(); // all lanes' stores, before the release
+    const unsigned bytes = unsigned(step.end - step.begin);
+    // Publishes this warp's bytes to the warp that finds nothing left, and that one's post publishes all of them.
+    if (lane == 0 && BlockWord<unsigned long long>(s_left[node]).fetch_sub(bytes, cuda::memory_order_acq_rel) == bytes)
+      put_answer(node); // at once, while the sums are still in the L2 cache
+  });
+  JAX_EP_STAMP_ROUND(kListSummed, round);
+  wait_for_sums(); // of those without an own token, too: the next question frees the cells
+  return __syncthreads_and(ok); // sums, places and stages are read
 }
 
-// The sums of this rank's tokens of the round. False: leave.
-template <DType kType, bool kBulk, bool kWire>
-__device__ __noinline__ bool finish_round(const NodeSums &s, int round, unsigned &parity) {
-  constexpr int kUnroll = kBulk ? 1 : 2;
+// "fp8_wire": the own tokens of the round from sums of all nodes, the own one's too. False: leave.
+template <DType kType, bool kBulk>
+__device__ __forceinline__ bool sum_nodes(const NodeSums &s, int round, unsigned &parity) {
   NodeLinks &links = s.links;
   const CombineParams &p = s.p;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_topk = p.call.num_topk;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const TokenRange range = links.tokens(round);
-  const int size = range.end - range.begin;
-  // Of the own node, to where the others' come.
-  sum_on_node<kType, kBulk, kWire>(
-      s, size, s.rows(links.sums_in(round, links.own)), parity,
-      [&](int index) {
-        Holders holders(p, range.begin + index, lane);
-        if (!s.is_own(holders.expert)) holders.expert = -1;
-        return holders;
-      },
-      [&](int index) { return p.slot + int64_t(range.begin + index) * p.call.num_ranks; });
-  JAX_EP_STAMP_ROUND(kOwnSummed, round);
-  if (!links.wait(kArrived, round)) return false; // a barrier, too: own sums are written, stages are read
+  if (!links.wait(kArrived, round)) return false;
   JAX_EP_STAMP_ROUND(kSumsHere, round);
   bulk_fence(); // all sums were written through the generic proxy, or came from a network card; some are now bulk-loaded
   auto ask = [&](int index) { return lane < links.num_nodes ? links.places(round, lane)[index] : -1; };
@@ -157,27 +235,33 @@ __device__ __noinline__ bool finish_round(const NodeSums &s, int round, unsigned
     const char *src = is_there ? s.rows(links.sums_in(round, lane)) + place * p.y_bytes : nullptr;
     return in_order(is_there, __popc(below), src, 1.f, false);
   };
-  gather_sums<kBulk>(s.last, {unsigned(warp), unsigned(s.last.num_warps)}, size, s.room(), s.bars(), parity, ask, rows_of,
-                     StoreOut<kType, kUnroll>{p.out, p.bias, p.y_bytes, range.begin});
+  gather_sums<kBulk>(s.last, {unsigned(warp), unsigned(s.last.num_warps)}, range.end - range.begin, s.room(), s.bars(), parity, ask,
+                     rows_of, StoreOut<kType, kBulk ? 1 : 2>{p.out, p.bias, p.y_bytes, range.begin});
+  __syncthreads(); // as above
   JAX_EP_STAMP_ROUND(kNodesSummed, round);
-  if (p.out_scalars) {
-    for (int i = threadIdx.x; i < size * num_topk; i += kThreads) {
-      const int index = i / num_topk, k = i % num_topk;
-      const int64_t at = int64_t(range.begin + index) * num_topk + k;
-      const int expert = p.topk_clean[at], row = expert >= 0 ? p.dst_row[at] : -1;
-      float value = 0.f;
-      if (row >= 0 && s.is_own(expert)) {
-        value = scalar_at(p, s.peers, expert, row, k);
-      } else if (row >= 0) {
-        const int node = p.call.node_of(expert / p.num_local_experts);
-        value = s.scalars(links.sums_in(round, node))[links.places(round, node)[index] * num_topk + k];
-      }
-      p.out_scalars[at] = value;
-    }
-  }
-  __syncthreads(); // sums and places are read, stages are free
-  JAX_EP_STAMP_ROUND(kRoundDone, round);
   return true;
+}
+
+// Scalars of the round's own tokens, from where they lie or came.
+__device__ __forceinline__ void pull_round_scalars(const NodeSums &s, int round) {
+  NodeLinks &links = s.links;
+  const CombineParams &p = s.p;
+  if (!p.out_scalars) return;
+  const TokenRange range = links.tokens(round);
+  for (int i = threadIdx.x; i < (range.end - range.begin) * p.call.num_topk; i += kThreads) {
+    const int index = i / p.call.num_topk, k = i % p.call.num_topk;
+    const int64_t at = int64_t(range.begin) * p.call.num_topk + i;
+    const int expert = p.topk_clean[at], row = expert >= 0 ? p.dst_row[at] : -1;
+    float value = 0.f;
+    if (row >= 0 && s.is_own(expert)) {
+      value = scalar_at(p, s.peers, expert, row, k);
+    } else if (row >= 0) {
+      const int node = p.call.node_of(expert / p.num_local_experts);
+      value = s.scalars(links.sums_in(round, node))[links.places(round, node)[index] * p.call.num_topk + k];
+    }
+    p.out_scalars[at] = value;
+  }
+  __syncthreads(); // sums and places are read
 }
 
 } // namespace jax_ep::combine_steps

@@ -146,10 +146,9 @@ __device__ __forceinline__ void move_rows(const DispatchParams &p, const MovePla
   else move_rows_vector(p, plan, room, source);
 }
 
-// Fills this block's chunks of the round and has them put, and stores what stays on the node. False: leave. A function of its
-// own, as the next.
+// Fills this block's chunks of the round and has them put, and stores what stays on the node. False: leave.
 template <bool kRoute, bool kBulk, bool kQuantize>
-__device__ __noinline__ bool put_round(const DispatchParams &p, const PeerBuffers *peers, const MovePlan &plan, char *room,
+__device__ __forceinline__ bool put_round(const DispatchParams &p, const PeerBuffers *peers, const MovePlan &plan, char *room,
                                        BulkBarrier *bars, unsigned &parity, NodeLinks &links, int round) {
   // The partners have handed on what lay in this parity's cells before, so it was carried, too.
   if (round >= 2) {
@@ -182,14 +181,14 @@ __device__ __noinline__ bool put_round(const DispatchParams &p, const PeerBuffer
 
 // Waits for the chunks of the round from all other nodes and hands them on. False: leave.
 template <bool kRoute, bool kBulk>
-__device__ __noinline__ bool hand_on_round(const DispatchParams &p, const PeerBuffers *peers, const MovePlan &plan, char *room,
+__device__ __forceinline__ bool hand_on_round(const DispatchParams &p, const PeerBuffers *peers, const MovePlan &plan, char *room,
                                            BulkBarrier *bars, unsigned &parity, NodeLinks &links, int round) {
   if (!links.wait(kArrived, round)) return false;
   JAX_EP_STAMP_ROUND(kChunkHere, round);
   bulk_fence(); // records came through the generic proxy, or a network card; acquired by the wait
   move_rows<kBulk>(p, plan, room, bars, parity, HandedRows<kRoute>(p, peers, links, round, plan.num_warps));
   JAX_EP_STAMP_ROUND(kHandedOn, round);
-  if (round + 2 < links.plan.rounds) // the cells are read; those of the last rounds go back with finish
+  if (round + 2 < links.rounds) // the cells are read; those of the last rounds go back with finish
     links.put(kReturned, round, 0, 0, [](int) { return int64_t(0); });
   else
     __syncthreads(); // stages are free for the next move

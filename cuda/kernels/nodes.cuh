@@ -11,21 +11,24 @@ class NodeLinks {
  public:
   const NodePlan &plan;
   const int num_nodes, own;
+  const int rounds; // of this block, and of those of its number on other ranks
 
   __device__ NodeLinks(const CallParams &call, Session &session, const NodePlan &plan_, int num_tokens)
-      : plan(plan_), num_nodes(call.shape.num_nodes), own(call.node_of(call.rank)), call_(call), session_(session),
-        share_(block_share(num_tokens)) {}
+      : NodeLinks(call, session, plan_, block_share(num_tokens), int(int64_t(plan_.tokens) * blockIdx.x / gridDim.x)) {}
 
-  // This block's tokens of a round.
+  // This block's tokens of a round. The first one is shorter, by another part of a round in every block: blocks that all did
+  // the same at the same time would leave memory idle while they ask and wait (docs/performance.md).
   __device__ TokenRange tokens(int round) const {
-    const int64_t begin = share_.begin + int64_t(round) * plan.tokens, end = share_.end;
-    return {int(min(begin, end)), int(min(begin + plan.tokens, end))};
+    const int64_t begin = share_.begin - first_ + int64_t(round) * plan.tokens;
+    return {inside(begin), inside(begin + plan.tokens)};
   }
-  // Of a round, for a node: in the own arena, and in that of the partner, which has the same shape.
-  __device__ int64_t cell_at(int round, int node) const {
-    return call_.shape.staging() + ((int64_t(blockIdx.x) * 2 + (round & 1)) * num_nodes + node) * plan.cell_bytes;
+  // Of a round, what `owner` has for `node`: in the arenas of this rank and of its partners, which have the same shape.
+  __device__ int64_t cell_at(int round, int node, int owner) const {
+    const int index = has_own() ? node : node - (node > owner);
+    return call_.shape.staging() + ((int64_t(blockIdx.x) * 2 + (round & 1)) * plan.cell.num_cells + index) * plan.cell_bytes;
   }
-  __device__ char *cell(int round, int node) const { return call_.arena + cell_at(round, node); }
+  __device__ bool has_own() const { return plan.cell.num_cells == num_nodes; }
+  __device__ char *cell(int round, int node) const { return call_.arena + cell_at(round, node, own); }
   __device__ int32_t *places(int round, int node) const { return reinterpret_cast<int32_t *>(cell(round, node)); }
   __device__ char *records_out(int round, int node) const { return cell(round, node) + plan.cell.out(plan.tokens); }
   __device__ const char *records_in(int round, int node) const { return cell(round, node) + plan.cell.in(plan.tokens); }
@@ -39,12 +42,12 @@ class NodeLinks {
 
   // All threads. Until the partners of all other nodes have raised `flag` for this round. False: leave.
   __device__ bool wait(NodeFlag flag, int round) {
-    bool ok = true;
-    const int n = threadIdx.x;
-    if (n < num_nodes && n != own)
-      ok = session_.wait_or_left(own_word(flag, round, n), Phase::kRound, call_.partner(n),
-                                 round_word(session_.epoch(), uint64_t(round) + 1));
-    return __syncthreads_and(ok);
+    return __syncthreads_and(wait_for(threadIdx.x, flag, round));
+  }
+  // Whole warp, likewise.
+  __device__ bool wait_in_warp(NodeFlag flag, int round) {
+    const bool ok = wait_for(threadIdx.x % kWarpSize, flag, round);
+    return __all_sync(kFullWarp, ok);
   }
   // All threads, after their stores: to every other node, `bytes(node)` from `from` to `to` of the cell, then the flag.
   template <class Bytes> __device__ void put(NodeFlag flag, int round, int64_t from, int64_t to, Bytes bytes) {
@@ -55,7 +58,7 @@ class NodeLinks {
   // One thread, behind a barrier after everybody's stores: to one node.
   __device__ void put_to(int n, NodeFlag flag, int round, int64_t from, int64_t to, int64_t bytes) {
     const int parity = round & 1;
-    const int64_t theirs = cell_at(round, own), mine = cell_at(round, n);
+    const int64_t theirs = cell_at(round, own, n), mine = cell_at(round, n, own);
     session_.post(3 * int64_t(call_.num_ranks) + call_.shape.node_flag(flag, parity, n, blockIdx.x),
                   Put{0, 0, mine + from, theirs + to, bytes,
                       call_.shape.node_flags() + call_.shape.node_flag(flag, parity, own, blockIdx.x) * 8,
@@ -64,7 +67,7 @@ class NodeLinks {
 
   // All threads. Which nodes each token of the round reaches, and where in their chunks it is: `places`, and the counts in
   // the headers of `records_out`. `reaches(token)`: by a warp, lane k says which node its entry reaches, a bit, or 0. Of the
-  // own node the place is the token's number in the round. Returns the tokens times nodes that are to be put.
+  // own node, if it has a cell, the place is the token's number in the round. Returns the tokens times nodes that are to be put.
   template <class Reaches> __device__ int place(int round, Reaches reaches) {
     __shared__ int s_count[kMaxNodeTokens / kWarpSize];
     __shared__ unsigned s_reached[kMaxNodeTokens];
@@ -81,7 +84,7 @@ class NodeLinks {
     for (int n = 0; n < num_nodes; ++n) {
       const bool goes = reached >> n & 1;
       if (n == own) {
-        if (index < size) places(round, n)[index] = goes ? index : -1;
+        if (has_own() && index < size) places(round, n)[index] = goes ? index : -1;
         continue;
       }
       const unsigned going = __ballot_sync(kFullWarp, goes);
@@ -122,6 +125,25 @@ class NodeLinks {
   }
 
  private:
+  // `first`: tokens that the first round has less than others.
+  __device__ NodeLinks(const CallParams &call, Session &session, const NodePlan &plan_, TokenRange share, int first)
+      : plan(plan_), num_nodes(call.shape.num_nodes), own(call.node_of(call.rank)),
+        rounds((share.end - share.begin + first + plan_.tokens - 1) / plan_.tokens), call_(call), session_(session), share_(share),
+        first_(first) {}
+
+  __device__ int inside(int64_t token) const { return int(max(int64_t(share_.begin), min(token, int64_t(share_.end)))); }
+  __device__ bool wait_for(int n, NodeFlag flag, int round) { // true of the own node, and of what is none
+    if (n >= num_nodes || n == own) return true;
+    uint64_t &word = own_word(flag, round, n);
+    const uint64_t least = round_word(session_.epoch(), uint64_t(round) + 1);
+    // Acquires what the partner put before. Mostly it is there, and the other way is many instructions.
+    if (SystemWord<uint64_t>(word).load(cuda::memory_order_acquire) >= least) return true;
+    return wait_long(call_, session_.epoch(), session_.tag(), word, call_.partner(n), least);
+  }
+  __device__ __noinline__ static bool wait_long(const CallParams &call, uint64_t epoch, uint64_t tag, uint64_t &word, int peer,
+                                                uint64_t least) {
+    return Session(call, epoch, tag).wait_or_left(word, Phase::kRound, peer, least);
+  }
   __device__ uint64_t &own_word(NodeFlag flag, int round, int node) const {
     return reinterpret_cast<uint64_t *>(call_.arena + call_.shape.node_flags())[
         call_.shape.node_flag(flag, round & 1, node, blockIdx.x)];
@@ -130,6 +152,7 @@ class NodeLinks {
   const CallParams &call_;
   Session &session_;
   const TokenRange share_;
+  const int first_;
 };
 
 } // namespace jax_ep

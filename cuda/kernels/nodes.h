@@ -16,21 +16,19 @@ namespace jax_ep {
 struct NodePlan {
   NodeCell cell;
   int64_t cell_bytes;
-  int32_t tokens; // of a block in a round
-  int32_t rounds; // of every block of every rank
+  int32_t tokens; // of a block in a round, at most
 };
 
-// False in `tokens` < 1: the arena is too small for the call.
-inline NodePlan make_node_plan(const CallParams &call, int64_t row_bytes, int64_t side_bytes, bool is_combine,
-                               int num_tokens, int num_blocks) {
+// `has_own`: there is a cell of the own node, too. 0 in `tokens`: the arena is too small for the call.
+inline NodePlan make_node_plan(const CallParams &call, int64_t row_bytes, int64_t side_bytes, bool is_combine, bool has_own,
+                               int num_blocks) {
   NodePlan n{};
-  n.cell = {row_bytes, side_bytes, call.num_topk, call.shape.ranks_per_node(), call.shape.num_nodes, is_combine};
+  n.cell = {row_bytes, side_bytes, call.num_topk, call.shape.ranks_per_node(), is_combine,
+            call.shape.num_nodes - !has_own};
   n.cell_bytes = n.cell.cell_bytes(call.shape, num_blocks);
   n.tokens = int32_t(n.cell.tokens(n.cell_bytes));
   if (n.tokens < 1) return n;
   if (call.chunk_tokens > 0 && call.chunk_tokens < n.tokens) n.tokens = call.chunk_tokens;
-  const int share = (num_tokens + num_blocks - 1) / num_blocks; // the largest of block_share
-  n.rounds = (share + n.tokens - 1) / n.tokens;
   return n;
 }
 
