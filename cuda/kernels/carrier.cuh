@@ -2,8 +2,9 @@
 // others carry pieces. So a large put has all of them, and many small ones are under way together.
 //
 // Block b of the carrier does the entries b, b + num_blocks, ... Nobody else touches an entry between its post and the
-// arrival of its word. Pieces are numbered in the order in which they were published; a worker takes the next number and
-// waits for the piece, so that nobody hands work out. Words of shared memory: docs/memory_order.md.
+// arrival of its word. Pieces are numbered in the order in which they were published, small puts apart: questions and counts,
+// which others wait for before they have anything to put, go before rows. A worker takes the next number that there is, so
+// that nobody hands work out. Words of shared memory: docs/memory_order.md.
 #pragma once
 
 #include "cuda/device/sync.cuh"
@@ -21,6 +22,7 @@ constexpr int kPutSlots = kWarpSize;                      // puts under way in a
 constexpr int kStages = 4;                                // of a worker
 constexpr int kStageBytes = 3584;
 constexpr int kPieceBytes = 8 * kStageBytes;              // the latest store of a piece is waited for: worth several stages
+constexpr int64_t kSmallPutBytes = kPieceBytes / 2;        // at most, of a put that goes before others
 constexpr int kCarrierSharedBytes = kWorkers * kStages * kStageBytes; // dynamic, with bulk copies
 static_assert(kCarrierSharedBytes <= kBulkSharedBytes);
 
@@ -47,7 +49,10 @@ struct CarrierShared {
     uint32_t left;  // pieces that are not done; 0: free
   } slots[kPutSlots];
   BulkBarrier bars[kWorkers][kStages];
-  uint32_t published, next, has_ended; // pieces that there are, that were taken; no more will come
+  // By queue, of large puts and of small ones, whose numbers begin at first_of: pieces that there are, that were taken.
+  uint32_t published[2], next[2];
+  uint32_t has_ended; // no more will come
+  __device__ static uint32_t first_of(int queue) { return uint32_t(queue) << 31; }
 };
 
 // A worker's means to move bytes.
@@ -114,7 +119,7 @@ template <class Transport> __device__ void look(const CarrierParams &p, CarrierS
   const Control &control = *reinterpret_cast<const Control *>(p.arena + p.shape.control());
   const PutEntries entries{p};
   const int64_t count = entries.count();
-  uint32_t published = 0;
+  uint32_t published[2] = {s.first_of(0), s.first_of(1)};
   uint64_t active = now_ns();
   for (uint32_t number_of_look = 0;; ++number_of_look) {
     // Before the look: whatever the call posted is then found in it.
@@ -153,14 +158,16 @@ template <class Transport> __device__ void look(const CarrierParams &p, CarrierS
         __syncwarp(); // what the searching lanes acquired, before another lane writes the slot
         CarrierShared::Slot &slot = s.slots[__ffs(free) - 1];
         const int pieces = __shfl_sync(kFullWarp, transport.pieces(put), from);
+        const int queue = __shfl_sync(kFullWarp, int(put.bytes <= kSmallPutBytes), from);
+        const uint32_t first = queue ? published[1] : published[0];
         if (lane == from) {
           slot.put = put;
-          BlockWord<uint64_t>(slot.range).store(uint64_t(published) << 32 | uint32_t(pieces), cuda::memory_order_relaxed);
+          BlockWord<uint64_t>(slot.range).store(uint64_t(first) << 32 | uint32_t(pieces), cuda::memory_order_relaxed);
           BlockWord<uint32_t>(slot.left).store(uint32_t(pieces), cuda::memory_order_relaxed);
           // Publishes the slot, and what this lane acquired with the entry.
-          BlockWord<uint32_t>(s.published).store(published + pieces, cuda::memory_order_release);
+          BlockWord<uint32_t>(s.published[queue]).store(first + pieces, cuda::memory_order_release);
         }
-        published += pieces;
+        published[0] += queue ? 0 : pieces, published[1] += queue ? pieces : 0;
         __syncwarp(); // the slot is taken, for all lanes' next search
       }
     }
@@ -181,16 +188,27 @@ template <class Transport> __device__ void work(CarrierShared &s, Transport &tra
   const int lane = threadIdx.x % kWarpSize;
   while (true) {
     uint32_t number = 0;
-    if (lane == 0) number = BlockWord<uint32_t>(s.next).fetch_add(1, cuda::memory_order_relaxed);
-    number = __shfl_sync(kFullWarp, number, 0);
+    bool is_there = false;
     while (true) { // until the looking warp ends, and that has its limits
-      // Before `published`, which is then its last value.
-      const bool has_ended = BlockWord<uint32_t>(s.has_ended).load(cuda::memory_order_acquire) != 0;
-      const bool is_there = int32_t(BlockWord<uint32_t>(s.published).load(cuda::memory_order_acquire) - number) > 0;
-      if (__all_sync(kFullWarp, is_there)) break;
-      if (__all_sync(kFullWarp, has_ended && !is_there)) return;
+      bool has_ended = false;
+      if (lane == 0) {
+        // Before `published`, which is then its last value.
+        has_ended = BlockWord<uint32_t>(s.has_ended).load(cuda::memory_order_acquire) != 0;
+        for (int queue = 1; queue >= 0 && !is_there; --queue) {
+          BlockWord<uint32_t> next(s.next[queue]), published(s.published[queue]);
+          number = next.load(cuda::memory_order_relaxed);
+          // Acquires the piece's slot. Another worker may take it first: then this one looks again.
+          while (int32_t(published.load(cuda::memory_order_acquire) - number) > 0 && !is_there)
+            is_there = next.compare_exchange_weak(number, number + 1, cuda::memory_order_relaxed);
+        }
+      }
+      is_there = __shfl_sync(kFullWarp, int(is_there), 0) != 0;
+      if (is_there) break;
+      if (__shfl_sync(kFullWarp, int(has_ended), 0)) return;
       __nanosleep(50);
     }
+    number = __shfl_sync(kFullWarp, number, 0);
+    __syncwarp(); // what lane 0 acquired, for all lanes
     const uint64_t range = BlockWord<uint64_t>(s.slots[lane].range).load(cuda::memory_order_relaxed);
     const unsigned found = __ballot_sync(kFullWarp, number - uint32_t(range >> 32) < uint32_t(range));
     CarrierShared::Slot &slot = s.slots[__ffs(found) - 1]; // it is taken until this piece is done
@@ -225,7 +243,8 @@ template <class Transport> __device__ __forceinline__ void carry(const CarrierPa
   }
   const int warp = threadIdx.x / kWarpSize;
   if (threadIdx.x < kPutSlots) s.slots[threadIdx.x].range = 0, s.slots[threadIdx.x].left = 0;
-  if (threadIdx.x == 0) s.published = 0, s.next = 0, s.has_ended = 0;
+  if (threadIdx.x < 2) s.published[threadIdx.x] = s.next[threadIdx.x] = s.first_of(threadIdx.x);
+  if (threadIdx.x == 0) s.has_ended = 0;
   if (p.use_bulk && threadIdx.x < kWorkers * kStages) bulk_init(&s.bars[0][0] + threadIdx.x);
   __syncthreads(); // all of `s`
   if (warp == 0) {

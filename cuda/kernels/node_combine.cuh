@@ -43,8 +43,8 @@ __device__ __forceinline__ void ask_round(const CombineParams &p, NodeLinks &lin
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_topk = p.call.num_topk;
   const int rows = links.place(round, [&](int token) {
     const int64_t at = int64_t(token) * num_topk + lane;
-    const int expert = lane < num_topk ? p.topk_clean[at] : -1;
-    return expert >= 0 && p.dst_row[at] >= 0 ? 1u << p.call.node_of(expert / p.num_local_experts) : 0u;
+    const int expert = lane < num_topk ? p.topk_clean[at] : -1, row = lane < num_topk ? p.dst_row[at] : -1; // together
+    return expert >= 0 && row >= 0 ? 1u << p.call.node_of(expert / p.num_local_experts) : 0u;
   });
   (void)rows; // the answers are what is counted
   JAX_EP_STAMP_ROUND(kPlacesFound, round);
