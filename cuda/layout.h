@@ -14,7 +14,7 @@
 
 namespace jax_ep {
 
-constexpr int kProtocol = 6;    // both ends of every mapping compare it before they talk
+constexpr int kProtocol = 7;    // both ends of every mapping compare it before they talk
 constexpr int kMaxTopk = 32;    // one lane of a warp per routed expert of a token
 constexpr int kMaxBlocks = 256; // blocks (= SMs) one call may use; sizes the routing workspace
 constexpr int kFusedSlots = 2;   // of latency mode's arenas without halves: FUSED_SLOTS in jax_ep/layout.py

@@ -136,7 +136,8 @@ def node_rows(
     """Rows per token of a rank over several nodes: those that SMs of calls read and write, and those of carriers.
 
     With X, the other nodes that a token reaches: a carrier reads and writes each. dispatch packs each, and the partner
-    reads it; combine writes and reads each sum, that of the own node, too.
+    reads it; combine writes and reads each sum, and adds up more than on one node, which is taken for two rows more:
+    with 8 ranks 13 + 3 SMs were faster than 12 + 4.
     """
     reached, _ = ranks_per_token(num_nodes, num_experts, num_topk)
     others = reached * (num_nodes - 1) / num_nodes

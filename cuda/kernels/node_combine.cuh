@@ -6,7 +6,8 @@
 // that it had before.
 //
 // What a block adds up in a round is one list for its warps: the answers to the questions of round j + 1 first, which others
-// wait for, then its own tokens of round j. So warps fill and drain their stages once a round.
+// wait for, then its own tokens of round j. So warps fill and drain their stages once a round. With bulk copies a warp asks
+// for its first own rows, and so waits for the answers of round j, before it stores the last of its own answers.
 #pragma once
 
 #include "cuda/kernels/combine_steps.cuh"

@@ -46,8 +46,9 @@ class NodeLinks {
   }
   // Whole warp, likewise.
   __device__ bool wait_in_warp(NodeFlag flag, int round) {
-    const bool ok = wait_for(threadIdx.x % kWarpSize, flag, round);
-    return __all_sync(kFullWarp, ok);
+    const bool ok = __all_sync(kFullWarp, wait_for(threadIdx.x % kWarpSize, flag, round));
+    __syncwarp(); // what a lane acquired, for all lanes: a vote orders no memory
+    return ok;
   }
   // All threads, after their stores: to every other node, `bytes(node)` from `from` to `to` of the cell, then the flag.
   template <class Bytes> __device__ void put(NodeFlag flag, int round, int64_t from, int64_t to, Bytes bytes) {
@@ -128,7 +129,7 @@ class NodeLinks {
   // `first`: tokens that the first round has less than others.
   __device__ NodeLinks(const CallParams &call, Session &session, const NodePlan &plan_, TokenRange share, int first)
       : plan(plan_), num_nodes(call.shape.num_nodes), own(call.node_of(call.rank)),
-        rounds((share.end - share.begin + first + plan_.tokens - 1) / plan_.tokens), call_(call), session_(session), share_(share),
+        rounds(share.end > share.begin ? (share.end - share.begin + first + plan_.tokens - 1) / plan_.tokens : 0), call_(call), session_(session), share_(share),
         first_(first) {}
 
   __device__ int inside(int64_t token) const { return int(max(int64_t(share_.begin), min(token, int64_t(share_.end)))); }

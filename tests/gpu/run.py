@@ -133,7 +133,7 @@ def stages(cache: str) -> list[Stage]:
     recorded, launched = ("--command-buffers", "on"), ("--command-buffers", "off")
     plan += [Stage("R=2 short graphs", 2, 90, (programs, *recorded, "-k", some_programs), graphs)]
     plan += [Stage("R=2 short graphs latency", 2, 90, (programs, *latency, *recorded, "-k", some_programs), graphs)]
-    some_programs += " or compiled_in"
+    some_programs += " or targets_are"
     plan += [Stage("R=2 launched", 2, 90, (programs, *launched, "-k", some_programs), graphs)]
     plan += [Stage("R=2 launched latency", 2, 90, (programs, *latency, *launched, "-k", some_programs), graphs)]
     plan += [Stage("R=2 launched cases", 2, 90, (exchange, *launched, *some))]
