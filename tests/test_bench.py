@@ -262,6 +262,34 @@ def test_ragged_lowers_for_gpus():
     assert text.count("ragged_all_to_all") == 2
 
 
+def test_steady_time_is_that_of_calls_alone(monkeypatch):
+    """What a program costs beside its calls cancels, and a short program runs often enough for a steady median."""
+    runs = []
+
+    def seconds(fn, args):
+        num_calls = fn(*args)
+        runs.append(num_calls)
+        return 300e-6 + num_calls * 30e-6 + (5e-3 if len(runs) % 9 == 8 else 0)  # now and then something intervenes
+
+    monkeypatch.setattr(timing, "chain", lambda step, num_calls, num_linked: lambda: num_calls)
+    monkeypatch.setattr(timing, "seconds", seconds)
+    for num_calls, few in ((6, 2), (3, 2), (2, 1)):
+        runs.clear()
+        assert timing.steady_us(lambda fn: fn, None, (), num_calls, repeats=5) == pytest.approx(30)
+        assert set(runs) == {num_calls, few} and len(runs) > 300
+    runs.clear()
+    monkeypatch.setattr(timing, "seconds", lambda fn, args: 1e-3)
+    with pytest.raises(timing.TooNoisy, match="6 calls were no slower than 2"):
+        timing.steady_us(lambda fn: fn, None, (), 6, repeats=5)
+
+
+@pytest.mark.parametrize(
+    ("repeats", "run_s", "expected"), [(5, 1e-4, 200), (5, 2e-3, 50), (15, 0.03, 15), (15, 0.4, 5), (15, 1.5, 3)]
+)
+def test_number_of_runs(repeats, run_s, expected):
+    assert timing.num_runs(repeats, run_s) == expected
+
+
 def test_chained_calls_are_neither_merged_nor_dropped(four_ranks):
     idx = workloads.topk_idx(TINY, 4)
     traffic = Traffic.of(idx, TINY.num_experts)

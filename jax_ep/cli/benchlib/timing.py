@@ -2,8 +2,9 @@
 
 Steady: N calls in one compiled program, each depending on the one before through one element: read from its result,
 added as a 0 to the next operand. XLA can then neither merge, drop nor overlap them, and nothing of full size is moved.
-The time of a call is (T(N) - T(1)) / (N - 1), medians over alternating runs: launch and Python costs of a program
-cancel. The same chain around a step that does nothing shows what the two tiny kernels between calls cost.
+The time of a call is (T(N) - T(2)) / (N - 2), medians over alternating runs: launch and Python costs of a program
+cancel. Two calls and not one, as XLA records no program so short. The same chain around a step that does nothing shows
+what the two tiny kernels between calls cost.
 
 First call: wall clock of one host, from the moment when the last rank enters to the moment when the last one is done.
 """
@@ -21,6 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 BUDGET_S = 2.0  # for the runs of one program; XLA's ragged exchange takes 90 ms a call
+# Programs of a few hundred us differ from run to run by as much as a call takes: they are run for so long at least.
+LEAST_S, MOST_RUNS = 0.1, 200
 
 _sequence = iter(range(1 << 62))
 
@@ -88,21 +91,30 @@ class TooNoisy(RuntimeError):
     """A difference of two times came out as nothing."""
 
 
+def num_runs(repeats: int, run_s: float) -> int:
+    """How often to run what takes `run_s`: `repeats` times, but 3 at least where that takes longer than BUDGET_S.
+
+    More often what is over so soon that many runs cost nothing.
+    """
+    allowed = max(3, min(repeats, int(BUDGET_S / run_s)))
+    return max(allowed, min(MOST_RUNS, int(LEAST_S / run_s)))
+
+
 def steady_us(compile_, step: Callable, args, num_calls: int, repeats: int, num_linked: int = 1) -> float:
     """µs of one call of `step`, of the slowest process. `compile_` wraps a function in shard_map and jit.
 
-    Runs fewer than `repeats` times, but 3 times or more, where that would take longer than BUDGET_S.
+    `num_calls` >= 2. Runs as often as `num_runs` says of `repeats`.
     """
-    many, one = (compile_(chain(step, n, num_linked)) for n in (num_calls, 1))
-    for fn in (one, many):
+    num_few = min(2, num_calls - 1)
+    many, few = (compile_(chain(step, n, num_linked)) for n in (num_calls, num_few))
+    for fn in (few, many):
         seconds(fn, args)
     run_s = max(exchange(seconds(many, args)))  # also a barrier
-    repeats = min(repeats, max(3, int(BUDGET_S / run_s)))
-    times = [(seconds(many, args), seconds(one, args)) for _ in range(repeats)]
-    t_many, t_one = (statistics.median(t) for t in zip(*times, strict=True))
-    us = max(exchange((t_many - t_one) / (num_calls - 1) * 1e6))
+    times = [(seconds(many, args), seconds(few, args)) for _ in range(num_runs(repeats, run_s))]
+    t_many, t_few = (statistics.median(t) for t in zip(*times, strict=True))
+    us = max(exchange((t_many - t_few) / (num_calls - num_few) * 1e6))
     if us <= 0:
-        raise TooNoisy(f"{num_calls} calls were no slower than one: the machine is too noisy; raise --calls")
+        raise TooNoisy(f"{num_calls} calls were no slower than {num_few}: the machine is too noisy; raise --calls")
     return us
 
 
