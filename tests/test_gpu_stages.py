@@ -65,6 +65,61 @@ def test_stages_name_files_that_exist(scripts):
     assert len({stage.name for stage in plan}) == len(plan)
 
 
+def _stage(run, name, status=0, **options):
+    """One whose "python" is a shell: it says which card it sees, and when it began and ended."""
+    script = "date +begin=%s.%N; echo card=$CUDA_VISIBLE_DEVICES=; sleep 0.4; date +end=%s.%N; echo '1 passed in 0.1s'"
+    script += f"; exit {status}"
+    return run.Stage(name, None, 30, (), prefix=("sh", "-c", script), **options)
+
+
+def _facts(logs, name):
+    return dict(line.split("=")[:2] for line in (logs / f"{name}.log").read_text().splitlines() if "=" in line)
+
+
+def test_stages_side_by_side(scripts, tmp_path, monkeypatch, capsys):
+    """With two cards each stage has one of them, in an order that heeds `after`; the rest comes when both are free."""
+    run, _ = scripts
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
+    plan = [_stage(run, name) for name in ("a", "b", "c")]
+    plan += [_stage(run, "late", after="c"), _stage(run, "wide", takes_all=True), _stage(run, "d", after="unknown")]
+    assert run.run_all(plan, tmp_path, 60, ("one", "two")) == 0
+    facts = {stage.name: _facts(tmp_path, stage.name) for stage in plan}
+    assert {fact["card"] for name, fact in facts.items() if name != "wide"} == {"one", "two"}
+    assert facts["wide"]["card"] == "all" and facts["late"]["begin"] >= facts["c"]["end"]
+    assert facts["wide"]["begin"] >= max(fact["end"] for name, fact in facts.items() if name != "wide")
+    assert facts["b"]["begin"] < facts["a"]["end"]  # side by side
+    assert capsys.readouterr().out.splitlines()[-1].startswith("6 stages, 0 failed")
+
+    assert run.run_all([*plan[:2], _stage(run, "bad", status=1)], tmp_path / "one", 60) == 1
+    assert all(_facts(tmp_path / "one", name)["card"] == "all" for name in ("a", "b", "bad"))
+    assert run.run_all(plan[:1], tmp_path / "none", 5, ("one", "two")) == 1  # no time left
+    assert run.run_all([], tmp_path / "empty", 60) == 1
+
+
+def test_a_stage_that_breaks_holds_nobody_up(scripts, tmp_path, capsys):
+    """One that cannot even be started fails, and what waits for it runs."""
+    run, _ = scripts
+    broken = run.Stage("broken", None, 30, (), prefix=("/no/such/program",))
+    assert run.run_all([broken, _stage(run, "next", after="broken")], tmp_path, 60, ("one", "two")) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["broken", "FAILED"] and "FileNotFoundError" in lines[0]
+    assert lines[1].split()[:2] == ["next", "passed"]
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, "GPU-a GPU-b"), ("1", "GPU-b"), ("GPU-x, 0", "GPU-x GPU-a")])
+def test_visible_cards(scripts, tmp_path, monkeypatch, visible, expected):
+    run, _ = scripts
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho GPU-a\necho GPU-b\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert run.visible_cards() == expected.split()
+
+
 def _cases(file, name):
     """Source of each case of a dict of cases."""
     tree = ast.parse((GPU / file).read_text())

@@ -3,18 +3,23 @@
 Each stage is a fresh set of processes with its own time limit: the kernels alone (R ranks on R streams of one process),
 then R = 1, 2, 3, 4 and 8 processes, one rank each, that share the card under MPS. A stage passes when every rank's
 pytest does. Needs jax_ep installed with its CUDA extension, or the checkout on PYTHONPATH after a developer build.
+On a host with several GPUs `--cards` runs the same stages side by side, on one GPU each, in as many times less.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import multiprocessing
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jax_ep import nvshmem
@@ -37,6 +42,8 @@ class Stage:
     tests: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     prefix: tuple[str, ...] = ()  # in front of python
+    after: str = ""  # the stage that must be over before
+    takes_all: bool = False  # GPUs; it runs when no other stage does
 
 
 def stages(cache: str) -> list[Stage]:
@@ -88,6 +95,8 @@ def stages(cache: str) -> list[Stage]:
         Stage("R=8 nodes nvshmem", 8, 150, (*put, "4")),
         Stage("R=8 four nodes nvshmem", 8, 150, (*put, "2")),
         Stage("R=4 latency nodes nvshmem", 4, 150, (*latency, *put, "2")),
+        Stage("R=8 latency nodes nvshmem", 8, 150, (*latency, *put, "4")),
+        Stage("R=8 latency four nodes nvshmem", 8, 150, (*latency, *put, "2")),
     ]
     plan += [Stage("R=2 programs", 2, 160, (programs,), alone)]
     plan += [Stage("R=4 programs", 4, 200, (programs, "-k", "not longer"), alone)]
@@ -147,10 +156,11 @@ def stages(cache: str) -> list[Stage]:
     for allocator in ("cuda_async", "platform"):
         other = {"XLA_PYTHON_CLIENT_ALLOCATOR": allocator}
         plan += [Stage(f"allocator {allocator}", 2, 60, ("test_pool_processes.py",), other)]
-    plan += [Stage(f"memory, {how}", 8, 60, ("test_memory_processes.py",), cached) for how in ("compiled", "cached")]
+    for how, after in (("compiled", ""), ("cached", "memory, compiled")):
+        plan += [Stage(f"memory, {how}", 8, 60, ("test_memory_processes.py",), cached, after=after)]
     plan += [Stage("ahead of time", None, 120, ("test_ahead_of_time.py",))]
     if launch.num_gpus() > 1:
-        plan += [Stage("one process, all GPUs", None, 150, ("test_exchange_devices.py",))]
+        plan += [Stage("one process, all GPUs", None, 150, ("test_exchange_devices.py",), takes_all=True)]
     return plan
 
 
@@ -223,32 +233,83 @@ def _outcome(status: int, seconds: float, text: str, stage: Stage) -> Outcome:
     return Outcome("TIME-OUT" if status == launch.TIMED_OUT else "FAILED", seconds, note)
 
 
-def run_all(plan: list[Stage], logs: pathlib.Path, limit_s: float) -> int:
-    """Runs the stages one after the other and prints the table; 0 when none failed."""
+def run_all(plan: Sequence[Stage], logs: pathlib.Path, limit_s: float, cards: Sequence[str] = ()) -> int:
+    """Runs the stages and prints the table; 0 when none failed.
+
+    One after the other, with all GPUs that are visible, or, with `cards` (UUIDs of GPUs), side by side: each card takes
+    the next stage when it is free.
+    """
     logs.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + limit_s
-    outcomes: list[tuple[Stage, Outcome]] = []
-    for stage in plan:
-        left = end - time.monotonic()
-        log = logs / (re.sub(r"\W+", "-", stage.name) + ".log")
-        if left < 10:
+    start = time.monotonic()
+    todo, outcomes, changed = list(plan), {}, threading.Condition()
+    names = {stage.name for stage in plan}
+
+    def work(runner: Callable, kinds: tuple[bool, ...]) -> None:
+        """Until no stage of these kinds is left. `kinds`: whether it takes all GPUs."""
+        while True:
+            with changed:
+                while True:
+                    mine = [stage for stage in todo if stage.takes_all in kinds]
+                    ready = [stage for stage in mine if stage.after not in names or stage.after in outcomes]
+                    if ready or not mine:
+                        break
+                    changed.wait()
+                if not mine:
+                    return
+                todo.remove(ready[0])
+            stage, left = ready[0], start + limit_s - time.monotonic()
+            log = logs / (re.sub(r"\W+", "-", stage.name) + ".log")
             outcome = Outcome("FAILED", 0.0, "no time left")
-        else:
-            outcome = run(stage, min(stage.limit_s, left), log)
-        outcomes.append((stage, outcome))
-        print(_line(stage, outcome), flush=True)
-    bad = [stage.name for stage, outcome in outcomes if outcome.state not in ("passed", "not run")]
-    total = sum(outcome.seconds for _, outcome in outcomes)
-    print(f"{len(outcomes)} stages, {len(bad)} failed, {total:.0f} s; logs in {logs}")
+            if left >= 10:
+                try:
+                    outcome = runner(stage, min(stage.limit_s, left), log)
+                except Exception as error:  # or other cards would wait for this stage
+                    outcome = Outcome("FAILED", 0.0, repr(error))
+            with changed:
+                outcomes[stage.name] = outcome
+                print(_line(stage, outcome), flush=True)
+                changed.notify_all()
+
+    def work_on(card: str) -> None:
+        # A process of its own: what it starts finds the card in its environment.
+        spawn = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, spawn, _take, (card,)) as process:
+            work(lambda *args: process.submit(run, *args).result(), (False,))
+
+    if len(cards) > 1:
+        with concurrent.futures.ThreadPoolExecutor(len(cards)) as threads:
+            list(threads.map(work_on, cards))
+    work(run, (False, True))
+    bad = [name for name, outcome in outcomes.items() if outcome.state not in ("passed", "not run")]
+    print(f"{len(outcomes)} stages, {len(bad)} failed, {time.monotonic() - start:.0f} s; logs in {logs}")
     return 1 if bad or not outcomes else 0
 
 
-def arguments(description: str, limit_s: float) -> argparse.Namespace:
-    """Of a script that runs stages."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def _take(card: str) -> None:
+    os.environ[_VISIBLE] = card
+
+
+def visible_cards() -> list[str]:
+    """UUIDs of the GPUs that a process started here would see; numbers would mean others to clients of MPS."""
+    query = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
+    found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    if _VISIBLE not in os.environ:
+        return found
+    named = [name.strip() for name in os.environ[_VISIBLE].split(",") if name.strip()]
+    return [found[int(name)] if name.isdigit() else name for name in named]
+
+
+def arguments(description: str, limit_s: float, has_cards: bool = True) -> argparse.Namespace:
+    """Of a script that runs stages, on one card each if `has_cards`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--logs", type=pathlib.Path, default=ROOT / "gpu-logs", help="folder; default: %(default)s")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="stages with this in their name")
     parser.add_argument("--limit", type=float, default=limit_s, metavar="S", help="in all; default: %(default)s")
+    if has_cards:
+        parser.add_argument("--cards", action="store_true", help="with several GPUs: stages side by side, each on one")
     return parser.parse_args()
 
 
@@ -269,7 +330,7 @@ def main() -> int:
         if unusable:
             print(f"stages over NVSHMEM are left out: {unusable}")
             plan = [stage for stage in plan if "nvshmem" not in stage.name]
-        return run_all(plan, args.logs, args.limit)
+        return run_all(plan, args.logs, args.limit, visible_cards() if args.cards else ())
 
 
 def _line(stage: Stage, outcome: Outcome) -> str:

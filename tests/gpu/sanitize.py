@@ -116,7 +116,8 @@ def main() -> int:
     if launch.num_gpus() == 0:
         print("no CUDA device is visible")
         return 1
-    return run.run_all(run.chosen(stages(sanitizer), args.only), args.logs, args.limit)
+    plan = run.chosen(stages(sanitizer), args.only)
+    return run.run_all(plan, args.logs, args.limit, run.visible_cards() if args.cards else ())
 
 
 if __name__ == "__main__":

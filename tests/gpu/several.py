@@ -222,7 +222,7 @@ def run_all(steps: list[run.Stage | Command], logs: pathlib.Path, limit_s: float
 
 def main() -> int:
     """Runs all steps, or those whose names contain an `--only`."""
-    args = run.arguments(__doc__.splitlines()[0], limit_s=sum(SECTIONS.values()))
+    args = run.arguments(__doc__.splitlines()[0], limit_s=sum(SECTIONS.values()), has_cards=False)
     num_gpus = launch.num_gpus()
     if num_gpus < 2:
         print(f"{num_gpus} CUDA devices are visible, expected at least 2; tests/gpu/run.py is for one")
