@@ -34,6 +34,14 @@ LAYOUTS = ("expert", "token", "batched")
 class MoEConfig:
     """Static facts of a MoE layer.
 
+    Example:
+      Eight tokens on each of two ranks, two of four experts each: an expert gets eight rows on average.
+
+      >>> from jax_ep import nn
+      >>> config = nn.MoEConfig(hidden=8, ffn=16, num_experts=4, num_topk=2, capacity_factor=1.5)
+      >>> config.layout, config.mean_rows(num_tokens=8, num_ranks=2), config.num_rows(num_tokens=8, num_ranks=2)
+      ('batched', 8.0, 12)
+
     Args:
       hidden: size of a token.
       ffn: inner size of one expert.
@@ -64,7 +72,8 @@ class MoEConfig:
       config: tuning knobs of dispatch and combine.
 
     Raises:
-      ValueError: a value outside its range.
+      ValueError, TypeError: a value outside its range. What goes to dispatch, combine and grouped_matmul as it is
+        (quantize, mode, implementation, ...) is checked by them when the layer is called.
     """
 
     hidden: int
@@ -88,6 +97,8 @@ class MoEConfig:
     config: Config | None = None
 
     def __post_init__(self):
+        for name in ("hidden", "ffn", "num_experts", "num_topk"):
+            shapes.positive_int("MoEConfig", name, getattr(self, name))
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"MoEConfig: got activation={self.activation!r}, expected one of {ACTIVATIONS}")
         if self.layout is None:
@@ -102,7 +113,7 @@ class MoEConfig:
             )
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             raise ValueError(f"MoEConfig: got capacity_factor={self.capacity_factor}, expected more than 0, or None")
-        if not 1 <= self.num_topk <= self.num_experts:
+        if self.num_topk > self.num_experts:
             raise ValueError(f"MoEConfig: got num_topk={self.num_topk}, expected 1 to num_experts={self.num_experts}")
 
     @property
@@ -169,9 +180,19 @@ class Routing(NamedTuple):
 def route(router: jax.Array, x: jax.Array, config: MoEConfig, mask: jax.Array | None = None) -> Routing:
     """Chooses `num_topk` experts per token by softmax of `x @ router`, all in f32.
 
+    Example:
+      A token whose router probabilities are 0.2, 0.5 and 0.3; the chosen two are scaled to sum to 1.
+
+      >>> import jax.numpy as jnp
+      >>> from jax_ep import nn
+      >>> config = nn.MoEConfig(hidden=3, ffn=1, num_experts=3, num_topk=2)
+      >>> routing = nn.route(jnp.eye(3), jnp.log(jnp.array([[0.2, 0.5, 0.3]])), config)
+      >>> routing.topk_idx.tolist(), [round(float(w), 3) for w in routing.topk_weights[0]]
+      ([[1, 2]], [0.625, 0.375])
+
     Args:
-      router: `[hidden, num_experts]`.
-      x: `[num_tokens, hidden]`.
+      router: `[hidden, num_experts]`, any float type.
+      x: `[num_tokens, hidden]`, any float type.
       config: the layer's.
       mask: bool `[num_tokens]`; tokens with False are routed nowhere (`topk_idx` -1).
 
@@ -201,6 +222,25 @@ def moe_block(
     `y[t] = sum_k w[t, k] * expert_{idx[t, k]}(x[t])`, where `idx, w` are the router's top-k. Experts that dropped the
     token and masked tokens contribute 0.
 
+    Example:
+      Two ranks with two tokens each and four experts, of which expert e multiplies by e + 1.
+
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> from jax_ep import nn
+      >>> config = nn.MoEConfig(hidden=4, ffn=4, num_experts=4, num_topk=1, activation="gelu", axis_name="ep")
+      >>> eye = jnp.eye(4)
+      >>> w_down = jnp.arange(1.0, 5.0)[:, None, None] * eye
+      >>> params = nn.MoEParams(router=eye, w_gate=None, w_up=jnp.stack([eye] * 4), w_down=w_down)
+      >>> x = 16 * eye[jnp.array([0, 2, 3, 0])]  # the router chooses these; gelu(16) is 16
+      >>> mesh = Mesh(jax.devices()[:2], ("ep",))
+      >>> specs = nn.MoEParams(router=P(), w_gate=None, w_up=P("ep"), w_down=P("ep"))
+      >>> block = lambda params, x: nn.moe_block(params, x, config)
+      >>> run = jax.shard_map(block, mesh=mesh, in_specs=(specs, P("ep")), out_specs=(P("ep"), P()))
+      >>> y, aux = jax.jit(run)(params, x)
+      >>> y.max(axis=1).tolist(), aux.load.tolist(), int(aux.num_dropped)
+      ([16.0, 48.0, 64.0, 16.0], [0.5, 0.0, 0.25, 0.25], 0)
+
     Args:
       params: `MoEParams` of this rank; `router` equal on all ranks.
       x: `[num_tokens, hidden]` this rank's tokens, bf16, f16 or f32; the experts compute in this dtype.
@@ -215,7 +255,7 @@ def moe_block(
       aux: `MoEAux`. Add `c * aux.load_balancing_loss` (c about 0.01) to the loss so that experts get equal work.
 
     Raises:
-      ValueError, TypeError: as `jax_ep.dispatch` does.
+      ValueError, TypeError: x, mask and expert_map do not fit the config; and as `jax_ep.dispatch` does.
 
     Notes:
       Call inside `shard_map` over `config.token_axes`. Communication: one dispatch, one combine and one small psum;
@@ -225,6 +265,7 @@ def moe_block(
     Source: load-balancing loss of Switch Transformer (Fedus et al. 2021, eq. 4-6), extended to top-k by counting all
     (token, k) entries; z-loss of ST-MoE (Zoph et al. 2022, eq. 5).
     """
+    _check_tokens("moe_block", x, mask, expert_map, config)
     routing = route(params.router, x, config, mask)
     recv = dispatch_tokens(x, routing, config, expert_map)
     y = combine_outputs(apply_experts(params, recv, config), recv, config)
@@ -302,18 +343,49 @@ class MoE(nnx.Module):
     the replicas' weights are gathered in the call, and their gradients summed. Called inside a `shard_map` over those
     axes, where the parameters are the local shards, it runs `moe_block` on the local tokens.
 
+    Example:
+      A layer whose four experts are spread over two devices, and a step that trains it.
+
+      >>> import jax, jax.numpy as jnp, jax_ep, optax
+      >>> from flax import nnx
+      >>> from jax_ep import nn
+      >>> mesh = jax_ep.make_mesh({"expert": 2}, "expert", devices=jax.devices()[:2])
+      >>> layer = nn.MoE(nn.MoEConfig(hidden=8, ffn=16, num_experts=4), mesh=mesh, rngs=nnx.Rngs(0))
+      >>> w_up = layer.w_up[...]
+      >>> w_up.shape, w_up.sharding.shard_shape(w_up.shape)
+      ((4, 8, 16), (2, 8, 16))
+      >>> optimizer = nnx.Optimizer(layer, optax.adam(1e-2), wrt=nnx.Param)
+      >>> @nnx.jit
+      ... def train_step(layer, optimizer, x):
+      ...     def loss_fn(layer):
+      ...         y, aux = layer(x)
+      ...         return jnp.mean((y - x) ** 2) + 0.01 * aux.load_balancing_loss
+      ...     loss, grads = nnx.value_and_grad(loss_fn)(layer)
+      ...     optimizer.update(layer, grads)
+      ...     return loss
+      >>> x = jax.random.normal(jax.random.key(1), (4, 3, 8))  # 12 tokens, six on each device
+      >>> losses = [float(train_step(layer, optimizer, x)) for _ in range(20)]
+      >>> losses[-1] < losses[0]
+      True
+
     Args:
       config: static facts.
       mesh: concrete mesh with the axes of `config.token_axes`; may be None when all calls are inside `shard_map`.
       param_dtype: dtype of the parameters; the experts compute in the dtype of `x`.
       rngs: Flax random streams; `params` is used.
 
+    Args (call):
+      x: `[..., hidden]` bf16, f16 or f32; outside `shard_map` the size of `config.token_axes` divides the number of
+        tokens.
+      mask: bool, an entry per token, or None; tokens with False are sent nowhere, get 0 and count in no statistic.
+      expert_map: as for `moe_block`.
+
     Returns (call):
-      `(y, aux)`: y of the shape of `x`, aux as `MoEAux`.
+      `(y, aux)`: y of the shape and dtype of `x`, aux as `MoEAux`.
 
     Raises:
-      ValueError: called outside `shard_map` without a mesh, or inside with an `expert_map`; mesh and config do not
-        fit.
+      ValueError, TypeError: called outside `shard_map` without a mesh, or inside with an `expert_map`; mesh and config,
+        or operands and config, do not fit; and as `jax_ep.dispatch` does.
     """
 
     def __init__(self, config: MoEConfig, *, mesh: Mesh | None = None, param_dtype=jnp.float32, rngs: nnx.Rngs):
@@ -338,19 +410,21 @@ class MoE(nnx.Module):
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None, expert_map: jax.Array | None = None
     ) -> tuple[jax.Array, MoEAux]:
-        tokens = x.reshape(-1, x.shape[-1])
-        mask = None if mask is None else mask.reshape(-1)
-        run, params = moe_block, self._params()
-        if not self._is_inside_shard_map():
-            run = self._sharded_block()
-            if expert_map is not None:
-                replicas = gather_replicas(params[1:], expert_map, self.config.num_physical_experts)
-                params = MoEParams(params.router, *replicas)
-        elif expert_map is not None:
+        is_inside = self._is_inside_shard_map()
+        if is_inside and expert_map is not None:
             raise ValueError(
                 "MoE: got expert_map inside shard_map, where a rank has only its own experts' weights to copy; call "
                 "the layer outside, or gather_replicas outside and moe_block inside"
             )
+        run = moe_block if is_inside else self._sharded_block()
+        num_shards = 1 if is_inside else math.prod(self.mesh.shape[name] for name in self.config.token_axes)
+        _check_tokens("MoE", x, mask, expert_map, self.config, num_shards)
+        tokens = x.reshape(-1, x.shape[-1])
+        mask = None if mask is None else mask.reshape(-1)
+        params = self._params()
+        if expert_map is not None:
+            replicas = gather_replicas(params[1:], expert_map, self.config.num_physical_experts)
+            params = MoEParams(params.router, *replicas)
         y, aux = run(params, tokens, self.config, mask, expert_map)
         return y.reshape(x.shape), aux
 
@@ -381,6 +455,30 @@ class MoE(nnx.Module):
             )(params, x, mask, expert_map)
 
         return block
+
+
+def _check_tokens(op: str, x, mask, expert_map, config: MoEConfig, num_shards: int = 1) -> None:
+    """What is called must fit the config; `num_shards`: the devices over which the tokens are split here."""
+    if x.shape[-1:] != (config.hidden,):
+        raise ValueError(
+            f"{op}: got x of shape {x.shape}, expected [..., hidden={config.hidden}]; change MoEConfig.hidden, or x"
+        )
+    num_tokens = math.prod(x.shape[:-1])
+    if num_tokens % num_shards:
+        raise ValueError(
+            f"{op}: got x of shape {x.shape}, {num_tokens} tokens over {num_shards} devices of {config.token_axes}, "
+            "expected a multiple; pad the tokens, and pass a mask that is False there"
+        )
+    if mask is not None and mask.dtype != bool:
+        raise TypeError(f"{op}: got mask of dtype {mask.dtype}, expected bool; pass mask.astype(bool)")
+    if mask is not None and mask.size != num_tokens:
+        raise ValueError(f"{op}: got mask of shape {mask.shape}, expected {x.shape[:-1]}, an entry per token of x")
+    if (expert_map is None) != (config.num_physical_experts is None):
+        given = "no expert_map" if expert_map is None else "an expert_map"
+        raise ValueError(
+            f"{op}: got {given} and MoEConfig.num_physical_experts={config.num_physical_experts}, expected both or "
+            "neither; the number is what jax_ep.balance was given as num_replicas"
+        )
 
 
 def _check_mesh(config: MoEConfig, mesh: Mesh) -> None:
