@@ -413,6 +413,8 @@ def check() -> None:
     outputs and sizes of 0, and its group stays unusable until `reset`. Results are asynchronous: wait for them
     (``jax.block_until_ready``) before asking. What `Config.debug_checks` finds is raised here, too.
 
+    Example: see `jax_ep.errors.InvalidIdError`.
+
     Raises:
       PeerTimeout, PeerLost, MismatchError, PeerFailed: with the operation, ranks, call number and phase.
       InvalidIdError: under `Config.debug_checks` only.
@@ -428,8 +430,10 @@ def reset(timeout_s: float = _SETUP_TIMEOUT_S) -> None:
     Every process must call it, after the same call of the program; calls of jax_ep that are under way end first.
     Without a failure it does nothing visible.
 
+    Example: see `jax_ep.errors.InvalidIdError`.
+
     Args:
-      timeout_s: how long to wait for the other processes.
+      timeout_s: seconds to wait for the other processes.
 
     Raises:
       PeerLost: a peer may still write into this process's memory: only a restart is safe.

@@ -14,8 +14,16 @@ class Config:
 
     A frozen, hashable value: equal configs compile once, and every rank of a group must use the same one.
 
-    Example: `jax_ep.dispatch(..., config=jax_ep.Config(num_sms=16, timeout_s=10.0))`; combine and the
-    backward pass inherit it through the handle.
+    Example:
+      `jax_ep.dispatch(..., config=config)` takes it; combine and the backward pass inherit it through the handle.
+
+      >>> import jax_ep
+      >>> config = jax_ep.Config(num_sms=16, timeout_s=10.0)
+      >>> config == jax_ep.Config(timeout_s=10, num_sms=16)
+      True
+      >>> jax_ep.Config(num_sms=0)
+      Traceback (most recent call last):
+      ValueError: Config: got num_sms=0, expected a positive int, or None for the default
 
     Args:
       num_sms: SMs (= thread blocks) that one call uses. None: chosen per call, 4 to 48, from its sizes and from

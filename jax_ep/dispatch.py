@@ -129,7 +129,8 @@ def dispatch(
 
     Raises:
       ValueError, TypeError: while tracing, for static mistakes (shapes, dtypes, an axis that is not bound here,
-        ...); the text says what was got, what was expected and what to change.
+        ...); the text says what was got, what was expected and what to change. ValueError also with
+        implementation="cuda" when a program is lowered for another backend.
       NotImplementedError: under vmap (use `jax.lax.map`), and with implementation="cuda" when a program is
         lowered that the kernels do not run over several nodes (`Config.ranks_per_node`).
       EpError: see `jax_ep.errors`; from a call on CUDA devices that fails at run time, or from its set-up.

@@ -10,8 +10,9 @@ from __future__ import annotations
 class EpError(RuntimeError):
     """Base of all run-time errors of jax_ep.
 
-    Attributes (None where unknown): `op` ("dispatch", "redispatch", "combine"), `rank` (who reports),
-    `peer` (whom it waited for), `call` (number of the call in its group, from 1), `phase` of the protocol.
+    Attributes (None where unknown): `op` ("dispatch", "redispatch" along a handle, "combine"; halves have the name of
+    the whole), `rank` (who reports), `peer` (whom it waited for; `rank` itself where the fault is its own), `call`
+    (number of the call in its group and size class, from 1), `phase` of the protocol.
     """
 
     def __init__(
@@ -33,7 +34,10 @@ class EpError(RuntimeError):
 
 
 class PeerTimeout(EpError):
-    """A peer did not come within `Config.timeout_s`. The context stays usable; `jax_ep.reset()` repairs the group."""
+    """A peer did not come within `Config.timeout_s`, or in a group's first call `Config.first_call_timeout_s`.
+
+    The process stays usable; `jax_ep.reset()` repairs the group.
+    """
 
 
 class PeerLost(EpError):
@@ -45,7 +49,30 @@ class MismatchError(EpError):
 
 
 class InvalidIdError(EpError):
-    """An id in topk_idx is outside [-1, num_experts): found under `Config.debug_checks`; the group stays usable."""
+    """An id in topk_idx is outside [-1, num_experts): found under `Config.debug_checks`; the group stays usable.
+
+    Example:
+      Two ranks, of which rank 1 has an id that no expert has.
+
+      >>> import jax, jax.numpy as jnp, jax_ep
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> config = jax_ep.Config(debug_checks=True)
+      >>> def count(x, topk_idx):
+      ...     recv = jax_ep.dispatch(x, topk_idx, num_experts=4, axis_name="ep", config=config)
+      ...     return recv.num_invalid[None]
+      >>> mesh = Mesh(jax.devices()[:2], ("ep",))
+      >>> run = jax.jit(jax.shard_map(count, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+      >>> out = jax.block_until_ready(run(jnp.ones((4, 4)), jnp.array([[0], [1], [4], [2]])))
+      >>> out.tolist()
+      [0, 1]
+      >>> try:
+      ...     jax_ep.check()
+      ... except jax_ep.errors.InvalidIdError as error:
+      ...     print(error.op, error.rank)
+      dispatch 1
+      >>> jax_ep.reset()
+      >>> jax_ep.check()
+    """
 
 
 class PeerFailed(EpError):

@@ -29,8 +29,15 @@ def grouped_matmul(lhs, rhs, group_sizes, *, implementation=None):
     Rows past the last group are padding: their result and their gradient are 0, and what they
     hold, NaN included, reaches nothing else.
 
-    Example: with `group_sizes = [1, 2]`, `lhs = [[1], [2], [3], [9]]` and
-    `rhs = [[[10]], [[100]]]` the result is `[[10], [200], [300], [0]]`.
+    Example:
+      Two groups, of one and of two rows, and a row of padding.
+
+      >>> import jax.numpy as jnp
+      >>> from jax_ep.grouped_gemm import grouped_matmul
+      >>> lhs = jnp.array([[1.0], [2.0], [3.0], [9.0]])
+      >>> rhs = jnp.array([[[10.0]], [[100.0]]])
+      >>> grouped_matmul(lhs, rhs, jnp.array([1, 2])).tolist()
+      [[10.0], [200.0], [300.0], [0.0]]
 
     Args:
       lhs: `[m, k]` floating point rows.

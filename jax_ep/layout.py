@@ -110,7 +110,48 @@ class Handle:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Recv:
-    """What dispatch returns on each rank. C = capacity, H = hidden, K = num_topk, L = num_local_experts."""
+    """What dispatch returns on each rank. C = capacity, H = hidden, K = num_topk, L = num_local_experts.
+
+    Which rows of `x` hold a token, and what the others hold::
+
+        "expert":  group e begins at sum(group_sizes[:e]); its first counts[e] rows hold tokens, the rest of it is 0.
+                   Rows from sum(group_sizes) on are the tail.
+        "token":   the first handle.recv_offsets[-1] rows, which is min(demand, C) unless there was window=.
+                   Rows after them are the tail.
+        "batched": x[e, :counts[e]]. x[e, counts[e]:] is the tail of expert e.
+
+    The tail is 0, and undefined with `dispatch(zero_tail=False)`. In rows without a token weights are 0 and topk_idx is
+    -1, always.
+
+    Example:
+      The two ranks of `dispatch`'s example in the other layouts, the first channel of each row.
+
+      >>> import jax, jax.numpy as jnp, jax_ep
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> x = jnp.array([[1.0] * 4, [2.0] * 4, [3.0] * 4, [4.0] * 4])
+      >>> topk_idx = jnp.array([[0, 2], [1, 0], [3, -1], [0, 3]])
+      >>> topk_weights = jnp.array([[0.75, 0.25], [0.5, 0.5], [1.0, 0.0], [0.25, 0.75]])
+      >>> mesh = Mesh(jax.devices()[:2], ("ep",))
+      >>> def run(layout, capacity, *fields):
+      ...     def receive(*tokens):
+      ...         kwargs = dict(num_experts=4, axis_name="ep", layout=layout, capacity=capacity)
+      ...         recv = jax_ep.dispatch(*tokens, **kwargs)
+      ...         return [recv.x[..., 0], *(jnp.atleast_1d(getattr(recv, field)) for field in fields)]
+      ...     exchange = jax.jit(jax.shard_map(receive, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+      ...     return [a.tolist() for a in exchange(x, topk_idx, topk_weights)]
+      >>> rows, topk, weights, demand = run("token", 4, "topk_idx", "weights", "demand")
+      >>> rows  # four rows a rank, three of them with a token
+      [1.0, 2.0, 4.0, 0.0, 1.0, 3.0, 4.0, 0.0]
+      >>> demand
+      [3, 3]
+      >>> topk[:4], weights[:4]  # of rank 0: its experts 0 and 1
+      ([[0, -1], [1, 0], [0, -1], [-1, -1]], [[0.75, 0.0], [0.5, 0.5], [0.25, 0.0], [0.0, 0.0]])
+      >>> rows, counts, dropped = run("batched", 2, "counts", "num_dropped")
+      >>> rows  # experts 0, 1, 2, 3; expert 0 wanted three rows
+      [[1.0, 2.0], [2.0, 0.0], [1.0, 0.0], [3.0, 4.0]]
+      >>> counts, dropped
+      ([2, 1, 1, 2], [1, 0])
+    """
 
     x: jax.Array | Quantized  # [C, H] rows sent to this rank; "batched": [L, C, H]
     weights: jax.Array | None  # f32 [C] ("expert"), [L, C] ("batched") or [C, K], 0 where not local ("token")

@@ -79,7 +79,7 @@ def buffer_bytes(
       num_experts: of the whole group; with an expert_map num_physical_experts.
       num_ranks: size of the group.
       dtype: of x, and of what the experts return.
-      layout: as `dispatch` takes it, with its default; so are the next four.
+      layout: as `dispatch` takes it, with its default; so are the next three.
       capacity: likewise.
       expert_alignment: likewise.
       quantize: likewise.

@@ -51,7 +51,7 @@ def make_mesh(
       axis_sizes: name and size of each mesh axis, in the order of the mesh; the product is the number of devices.
       ep_axis: the axis of the EP group, or several in rank order (major first): what `dispatch` takes as axis_name.
       devices: default: `jax.devices()`, those of all processes.
-      timeout_s: how long to wait for another process's host identity.
+      timeout_s: seconds to wait for another process's host identity.
 
     Returns:
       A `jax.sharding.Mesh`, the same in every process whatever the order of `devices`. Inside a group, ranks of a

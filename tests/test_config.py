@@ -1,6 +1,7 @@
 """Config: what it accepts, that it is a value, and that equal ones compile once."""
 
 import copy
+import doctest
 import pickle
 
 import numpy as np
@@ -8,6 +9,12 @@ import pytest
 
 import jax_ep
 from jax_ep import testing
+
+
+def test_example():
+    """The worked example of the docstring."""
+    (example,) = doctest.DocTestFinder(recurse=False).find(jax_ep.Config, "Config", globs={})
+    assert example.examples and doctest.DocTestRunner().run(example).failed == 0
 
 
 @pytest.mark.parametrize(

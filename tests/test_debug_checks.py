@@ -4,6 +4,7 @@ Programs of ranks that differ need several processes: tests/multi/test_mismatch.
 """
 
 import dataclasses
+import doctest
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,12 @@ def _no_failures():
     jax_ep.reset()
     yield
     jax_ep.reset()
+
+
+def test_example():
+    """The worked example of the docstring."""
+    (example,) = doctest.DocTestFinder().find(errors.InvalidIdError, "InvalidIdError", globs={})
+    assert example.examples and doctest.DocTestRunner().run(example).failed == 0
 
 
 def _inputs(num_ranks=4, num_tokens=6, num_topk=3):

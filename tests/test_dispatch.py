@@ -14,9 +14,10 @@ import jax_ep
 from jax_ep import testing
 
 
-def test_example():
+@pytest.mark.parametrize("name", ["dispatch", "Recv"])
+def test_example(name):
     """The worked example of the docstring."""
-    (example,) = doctest.DocTestFinder().find(jax_ep.dispatch, "dispatch", globs={})
+    (example,) = doctest.DocTestFinder().find(getattr(jax_ep, name), name, globs={})
     assert example.examples and doctest.DocTestRunner().run(example).failed == 0
 
 

@@ -1,6 +1,7 @@
 """grouped_matmul: values and gradients against a loop over groups, padding rows with NaN, and the tokamax path through
 a stand-in that behaves as its GPU kernels do (rows past the groups unwritten, results not marked as varying)."""
 
+import doctest
 import sys
 import types
 
@@ -16,6 +17,12 @@ from jax_ep.grouped_gemm import grouped_matmul
 
 M, K, N = 11, 4, 6
 SIZES = ((3, 0, 5), (11, 0, 0), (0, 0, 0), (0, 4, 7))
+
+
+def test_example():
+    """The worked example of the docstring."""
+    (example,) = doctest.DocTestFinder().find(grouped_matmul, "grouped_matmul", globs={})
+    assert example.examples and doctest.DocTestRunner().run(example).failed == 0
 
 
 def oracle(lhs, rhs, sizes, g_out):
