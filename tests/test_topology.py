@@ -7,8 +7,11 @@ command on CPU processes, with rich and without; links as NVML tells them, from 
 
 import doctest
 import itertools
+import os
 import random
 import re
+import socket
+import subprocess
 import sys
 import threading
 import types
@@ -282,6 +285,8 @@ def test_a_step_that_hangs_ends_the_process(monkeypatch, capsys):
 
 def test_options(monkeypatch, capsys):
     called = []
+    for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(jax.distributed, "initialize", lambda: called.append("initialize"))
     monkeypatch.setattr(command, "_run", lambda *args: called.append(args[:2]))
     assert command.main(["--distributed", "--mib", "0.5", "--seconds", "7"]) == 0
@@ -289,6 +294,33 @@ def test_options(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command.main(["--mib", "0"])
     assert "--mib must be positive" in capsys.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_processes_that_no_launcher_has_started():
+    """As docs/multihost.md starts them on Kubernetes: by variables, of which JAX itself reads the first only."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "jax_ep", "topology", "--distributed", "--mib", "0.1"]
+    variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    processes = [
+        subprocess.Popen(
+            command,
+            env=os.environ | variables | {"JAX_PROCESS_ID": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "2 ranks, 2 processes, 1 host" in outputs[0] and "0-1" in outputs[0]
 
 
 def test_what_is_known_is_shown_when_a_pair_fails(monkeypatch, capsys):

@@ -1,7 +1,8 @@
 """`python -m jax_ep topology`: which rank is where, how pairs of ranks are linked, and how fast they are.
 
     python -m jax_ep launch --ranks 4 -m jax_ep topology
-    srun python -m jax_ep topology --distributed         # or any launcher that jax.distributed knows
+    srun python -m jax_ep topology --distributed         # or any launcher that jax.distributed knows; else
+        # JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment
 
 Ranks are numbered as in ``jax_ep.make_mesh({"ep": num_ranks})``. "link" is what NVML tells of two GPUs of a host
 (package nvidia-ml-py), "transport" what dispatch and combine would use between the two: "peer" is jax_ep's CUDA
@@ -246,6 +247,12 @@ def _link(one: group.Member, other: group.Member, processes: dict[int, Any]) -> 
     return processes[one[0]]["links"].get(uuids[0], {}).get(uuids[1], NONE)
 
 
+def _numbers() -> dict[str, int]:
+    """What JAX_NUM_PROCESSES and JAX_PROCESS_ID say; JAX itself reads JAX_COORDINATOR_ADDRESS alone."""
+    names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+    return {argument: int(os.environ[name]) for argument, name in names.items() if name in os.environ}
+
+
 def main(argv: list[str]) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -262,7 +269,7 @@ def main(argv: list[str]) -> int:
     if args.mib <= 0 or args.seconds < 0:
         parser.error("--mib must be positive, and --seconds not negative")
     if args.distributed:
-        jax.distributed.initialize()
+        jax.distributed.initialize(**_numbers())
     watchdog = _Watchdog()
     try:
         _run(int(args.mib * 2**20), args.seconds, watchdog.feed)
