@@ -177,9 +177,33 @@ def exchange_hosts(processes: set[int], timeout_s: float = 300.0) -> dict[int, s
 
 
 def mesh_hosts(mesh: jax.sharding.Mesh, ep_axis: str | Sequence[str] = "ep", *, timeout_s: float = 300.0) -> np.ndarray:
-    """The host of each rank as a number: i32 [num_groups, num_ranks], hosts numbered by their lowest process.
+    """The host of each rank of a mesh, as a number.
 
-    Collective as `make_mesh` is, and raises the same.
+    Example:
+      Two groups of two ranks, all in one process:
+
+      >>> import jax, jax_ep
+      >>> mesh = jax_ep.make_mesh({"dp": 2, "ep": 2}, devices=jax.devices()[:4])
+      >>> jax_ep.topology.mesh_hosts(mesh).tolist()
+      [[0, 0], [0, 0]]
+
+      Of the second mesh in `make_mesh`'s example it gives [[0, 0], [1, 1]].
+
+    Args:
+      mesh: a concrete mesh.
+      ep_axis: the axis of the EP group, or several in rank order (major first).
+      timeout_s: seconds to wait for another process's host identity.
+
+    Returns:
+      NumPy i32 [num_groups, num_ranks], groups in the order of the other axes; hosts are numbered from 0 by their
+      lowest process.
+
+    Raises:
+      ValueError: the mesh is abstract, or an axis is unknown or repeated.
+      SetupTimeout, SetupError: as `make_mesh` raises them.
+
+    Notes:
+      Every process with devices in the mesh has to call it, as it has to call `make_mesh`.
     """
     groups = group.mesh_groups(mesh, ep_axis)
     by_process = exchange_hosts(set(group.processes(groups)), timeout_s)

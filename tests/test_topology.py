@@ -26,7 +26,9 @@ from jax_ep.cli import _links, launch
 from jax_ep.cli import topology as command
 
 
-@pytest.mark.parametrize("what", [topology.make_mesh, topology.place, topology.crossing], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "what", [topology.make_mesh, topology.mesh_hosts, topology.place, topology.crossing], ids=lambda f: f.__name__
+)
 def test_docstring_examples(what):
     (example,) = doctest.DocTestFinder().find(
         what, what.__name__, globs={"place": topology.place, "crossing": topology.crossing}
