@@ -79,7 +79,8 @@ def windowed(
         recv.x, where hidden may differ, in bfloat16, float16 or float32. A row of y must depend on its own row (and
         expert) only. It must contain no collective (psum, another dispatch, ...), not even over other mesh axes,
         whose ranks may run another number of windows. In layout "token" it applies recv.weights, in the others
-        combine does. It is traced several times, and what it closes over is not differentiated.
+        combine does. It is traced once, and what it closes over is not differentiated: where that would have to be,
+        it is a TypeError.
       params: any pytree of arrays; of this rank's experts, or whatever else `expert_fn` is to be differentiated in.
       x: [num_tokens, hidden] as for `dispatch`.
       topk_idx: [num_tokens, num_topk] as for `dispatch`.
@@ -154,9 +155,12 @@ def windowed(
     # of another group may run another number of windows.
     arrays, tree = jax.tree.flatten(([jnp.asarray(a) for a in leaves], x, topk_idx, topk_weights))
     arrays = jax.tree.unflatten(tree, _compat.vary_together(tuple(arrays), names))
-    out = jax.eval_shape(functools.partial(_one_window, plan, 0), *arrays)[0]
+    # As a jaxpr, what expert_fn closes over is an operand too: the backward pass may run where it is out of scope.
+    window, result = jax.make_jaxpr(functools.partial(_one_window, plan), return_shape=True)(jnp.int32(0), *arrays)
+    plan = dataclasses.replace(plan, window=window.jaxpr)
+    out = result[0]
     bias = shapes.bias("windowed", bias, out.shape[0], out)
-    total = _serve(plan, (out.shape, out.dtype), *arrays)
+    total = _serve(plan, (out.shape, out.dtype), _closed_over(window.consts), *arrays)
     if bias.shape[0] > 0:
         total, bias = _compat.vary_together((total, bias), names)
         total = total + bias.astype(jnp.float32)
@@ -170,6 +174,11 @@ class _Plan:
     expert_fn: Callable[[Any, Recv], jax.Array]
     treedef: Any  # of params
     settings: dict[str, Any]  # of dispatch
+    window: Any = None  # jaxpr of `_one_window`
+
+    def serve(self, closed_over, window, *arrays) -> tuple[jax.Array, jax.Array]:
+        """What `_one_window` gives."""
+        return jax.core.eval_jaxpr(self.window, closed_over, window, *jax.tree.leaves(arrays))
 
 
 def _one_window(plan: _Plan, window, leaves, x, topk_idx, weights) -> tuple[jax.Array, jax.Array]:
@@ -196,19 +205,37 @@ def _over_windows(plan: _Plan, one_window: Callable, like: jax.Array, sums: Any)
     return lax.while_loop(lambda carry: carry[0] < carry[1], body, start)[2]
 
 
+@jax.custom_vjp
+def _closed_over(consts: list) -> list:
+    """`consts`, which have no derivative: to want one is an error, not 0."""
+    return consts
+
+
+def _closed_over_fwd(consts):
+    if any(c.perturbed for c in consts if jnp.issubdtype(c.value.dtype, jnp.inexact)):
+        raise TypeError(
+            "windowed: expert_fn closes over an array that depends on what is differentiated, expected such arrays in "
+            "params; pass it there, or close over jax.lax.stop_gradient of it"
+        )
+    return [c.value for c in consts], None
+
+
+_closed_over.defvjp(_closed_over_fwd, lambda _, g: (None,), symbolic_zeros=True)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _serve(plan: _Plan, result: tuple, leaves, x, topk_idx, weights) -> jax.Array:
+def _serve(plan: _Plan, result: tuple, closed_over, leaves, x, topk_idx, weights) -> jax.Array:
     """The sum over all windows in float32. `result`: shape and dtype of a window's term."""
-    one_window = lambda window: _one_window(plan, window, leaves, x, topk_idx, weights)
+    one_window = lambda window: plan.serve(closed_over, window, leaves, x, topk_idx, weights)
     return _over_windows(plan, one_window, x, jnp.zeros(result[0], jnp.float32))
 
 
-def _serve_fwd(plan, result, leaves, x, topk_idx, weights):
-    return _serve(plan, result, leaves, x, topk_idx, weights), (leaves, x, topk_idx, weights)
+def _serve_fwd(plan, result, *operands):
+    return _serve(plan, result, *operands), operands
 
 
 def _serve_bwd(plan, result, residuals, g):
-    leaves, x, topk_idx, weights = residuals
+    closed_over, leaves, x, topk_idx, weights = residuals
     g = g.astype(result[1])  # exact: it was widened from there
     is_float = [jnp.issubdtype(a.dtype, jnp.inexact) for a in leaves]
 
@@ -216,7 +243,7 @@ def _serve_bwd(plan, result, residuals, g):
         def serve(floats, x, weights):
             floats = iter(floats)
             merged = [next(floats) if f else a for f, a in zip(is_float, leaves, strict=True)]
-            return _one_window(plan, window, merged, x, topk_idx, weights)
+            return plan.serve(closed_over, window, merged, x, topk_idx, weights)
 
         _, pullback, num_windows = jax.vjp(serve, *operands, has_aux=True)
         return pullback(g), num_windows
@@ -226,7 +253,7 @@ def _serve_bwd(plan, result, residuals, g):
     sums = _over_windows(plan, one_window, x, sums)
     g_floats, g_x, g_weights = jax.tree.map(lambda s, a: s.astype(a.dtype), sums, operands)
     g_floats = iter(g_floats)
-    return [next(g_floats) if f else None for f in is_float], g_x, None, g_weights
+    return None, [next(g_floats) if f else None for f in is_float], g_x, None, g_weights
 
 
 _serve.defvjp(_serve_fwd, _serve_bwd)
