@@ -111,8 +111,10 @@ class MoEConfig:
                 f"MoEConfig: got capacity={self.capacity} and capacity_factor={self.capacity_factor}, expected at most "
                 "one of them; leave out the other"
             )
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(f"MoEConfig: got capacity_factor={self.capacity_factor}, expected more than 0, or None")
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise ValueError(
+                f"MoEConfig: got capacity_factor={self.capacity_factor}, expected a number above 0, or None"
+            )
         if self.num_topk > self.num_experts:
             raise ValueError(f"MoEConfig: got num_topk={self.num_topk}, expected 1 to num_experts={self.num_experts}")
 
@@ -145,7 +147,8 @@ class MoEConfig:
             self.layout, num_ranks, num_tokens, self.num_topk, num_local, self.expert_alignment
         )
         rows = max(math.ceil(self.mean_rows(num_tokens, num_ranks) * self.capacity_factor), 1)
-        return min(shapes.round_up(rows, self.expert_alignment), worst)
+        # Without tokens the worst case is none, and a capacity is at least one row.
+        return max(min(shapes.round_up(rows, self.expert_alignment), worst), self.expert_alignment)
 
 
 class MoEParams(NamedTuple):
@@ -199,6 +202,8 @@ def route(router: jax.Array, x: jax.Array, config: MoEConfig, mask: jax.Array | 
     Returns:
       A `Routing`. Differentiable with respect to `router` and `x` through weights, probs and log_z.
     """
+    if mask is not None:  # what padding holds, NaN included, reaches no statistic and no gradient
+        x = jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
     logits = jnp.dot(x.astype(jnp.float32), router.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     probs = jnp.exp(logits - log_z[:, None])

@@ -140,6 +140,24 @@ def test_masked_tokens(layout, make_mesh):
     np.testing.assert_array_equal(g_x[~mask], 0)
 
 
+@pytest.mark.parametrize("layout", nn.LAYOUTS)
+def test_what_masked_tokens_hold_reaches_nothing(layout, make_mesh):
+    """Padding may be NaN or infinite: output, statistics and gradients are those of padding that is 0."""
+    mask = jnp.arange(TOKENS) % 3 != 0
+    run = jit(
+        jax.value_and_grad(
+            sharded_loss(make_mesh(2), dataclasses.replace(CONFIG, layout=layout)), argnums=(0, 1), has_aux=True
+        )
+    )
+    results = []
+    for padding in (0.0, np.nan, np.inf):
+        x = jnp.where(mask[:, None], make_tokens(), padding)
+        results.append(run(make_params(), x, mask, jnp.ones_like(x)))
+    for result in results[1:]:
+        for got, expected in zip(jax.tree.leaves(result), jax.tree.leaves(results[0]), strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("layout", ("expert", "token"))
 @pytest.mark.parametrize("num_topk", (1, 2))
 def test_idle_experts_and_ranks(layout, num_topk, make_mesh):
@@ -185,6 +203,8 @@ def test_capacity_factor():
         config = dataclasses.replace(CONFIG, layout=layout, expert_alignment=alignment, capacity_factor=factor)
         assert config.num_rows(6, 2) == want, (layout, alignment, factor)
     assert dataclasses.replace(CONFIG, capacity=7).num_rows(6, 2) == 7 and CONFIG.num_rows(6, 2) is None
+    for layout in nn.LAYOUTS:  # without tokens: the least that dispatch takes
+        assert dataclasses.replace(CONFIG, layout=layout, capacity_factor=1.5).num_rows(0, 2) == 1
     replicated = dataclasses.replace(CONFIG, layout="batched", num_physical_experts=6, capacity_factor=1.0)
     assert replicated.num_rows(6, 2) == 4
     chosen = (None, None), (7, None), (None, 1.5)  # capacity, capacity_factor: the layout that is not said
@@ -486,8 +506,10 @@ class TestModule:
             dataclasses.replace(CONFIG, layout="sorted")
         with pytest.raises(ValueError, match=r"got capacity=8 and capacity_factor=1\.5, expected at most one"):
             dataclasses.replace(CONFIG, capacity=8, capacity_factor=1.5)
-        with pytest.raises(ValueError, match="got capacity_factor=0, expected more than 0"):
+        with pytest.raises(ValueError, match="got capacity_factor=0, expected a number above 0"):
             dataclasses.replace(CONFIG, capacity_factor=0)
+        with pytest.raises(ValueError, match="got capacity_factor=inf, expected a number above 0"):
+            dataclasses.replace(CONFIG, capacity_factor=float("inf"))
         with pytest.raises(ValueError, match="got expert_map inside shard_map"):
             jax.eval_shape(
                 jax.shard_map(
