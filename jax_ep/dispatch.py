@@ -198,7 +198,7 @@ def dispatch_call(
             config=(config, None),
             implementation=(implementation, None),
         )
-        return _again(op, x, handle, bool(zero_tail), quantize)
+        return _again(op, x, handle, shapes.zero_tail(op, zero_tail), quantize)
 
     layout = shapes.layout(op, layout)
     mode = shapes.mode(op, mode)
@@ -220,7 +220,7 @@ def dispatch_call(
             op, capacity, expert_alignment, layout, num_ranks, num_tokens, num_topk, num_physical // num_ranks
         ),
         expert_alignment=int(expert_alignment),
-        zero_tail=bool(zero_tail),
+        zero_tail=shapes.zero_tail(op, zero_tail),
         mode=mode,
         implementation=shapes.implementation(op, implementation),
         config=shapes.config(op, config),

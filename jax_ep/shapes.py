@@ -152,6 +152,8 @@ def payload(op: str, name: str, x, shape: str, ndim: int = 2) -> jax.Array:
     """An array of rows that can travel and be summed."""
     if hasattr(x, "dequantize"):
         raise TypeError(f"{op}: got {name} of type {type(x).__name__}, expected an array; pass {name}.dequantize()")
+    if x is None or isinstance(x, (dict, tuple)):
+        raise TypeError(f"{op}: got {name} of type {type(x).__name__}, expected an array {shape}")
     x = jnp.asarray(x)
     if x.dtype.name not in PAYLOAD_DTYPES:
         raise TypeError(f"{op}: got {name} of dtype {x.dtype}, expected one of {', '.join(PAYLOAD_DTYPES)}; cast it")
@@ -271,6 +273,13 @@ def implementation(op: str, value) -> str | None:
     return value
 
 
+def zero_tail(op: str, value) -> bool:
+    """A static bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{op}: got zero_tail={value!r}, expected True or False")
+    return bool(value)
+
+
 def config(op: str, value) -> Config:
     """The config, or the default one."""
     if value is None:
@@ -335,7 +344,32 @@ def handle(op: str, value) -> Handle:
             f"{op}: got a handle of {value.spec.num_ranks} ranks, but axis {_spell(names)} has {size} here; "
             "use the handle inside the shard_map that made it"
         )
+    _arrays_of_rank(op, value)
     return value
+
+
+def _arrays_of_rank(op: str, value: Handle) -> None:
+    # Outside of shard_map a handle's arrays are those of all ranks, or stacked by a scan; nothing else tells.
+    spec = value.spec
+    num_tokens = value.topk_idx.shape[0] if value.topk_idx.ndim else 0
+    num_topk = value.topk_idx.shape[-1] if value.topk_idx.ndim else 0
+    num_slots = spec.num_slots(num_tokens)
+    expected = dict(
+        topk_idx=(num_tokens, num_topk),
+        slot=(num_tokens, spec.num_ranks),
+        dst_row=(num_tokens, num_topk),
+        slot_meta=(num_slots, num_topk),
+        slot_token=(num_slots,),
+        recv_offsets=(spec.num_ranks + 1,),
+        counts=(spec.num_local_experts,),
+    )
+    for name, shape in expected.items():
+        got = getattr(value, name).shape
+        if got != shape:
+            raise ValueError(
+                f"{op}: got a handle whose {name} has shape {got}, expected {shape} on each of {spec.num_ranks} ranks; "
+                "bring its arrays into shard_map by the specs by which they left it, and take one of stacked handles"
+            )
 
 
 def rows_of_handle(op: str, name: str, x, rows: int, what: str) -> jax.Array:

@@ -4,6 +4,7 @@ Nothing here compiles or runs a program: everything goes through `jax.eval_shape
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ def send(x, idx, weights=None, **kwargs):
 # (argument changes, exception, words of the message: got, expected, remedy)
 DISPATCH_MISTAKES = {
     "x rank": ({"x": X[..., 0]}, ValueError, ["shape (4,)", "[num_tokens, hidden]", "reshape"]),
+    "x pytree": ({"x": (X, X)}, TypeError, ["x of type tuple", "an array [num_tokens, hidden]"]),
     "x dtype int8": ({"x": X.astype(np.int8)}, TypeError, ["int8", "bfloat16, float16, float32", "cast"]),
     "x row bytes": ({"x": X[..., :6]}, ValueError, ["24 bytes", "16 bytes", "multiple of 4, e.g. 8"]),
     "x no columns": ({"x": X[..., :0]}, ValueError, ["0 bytes", "positive multiple"]),
@@ -77,6 +79,7 @@ DISPATCH_MISTAKES = {
         ValueError,
         ["expert_alignment=8", '"batched"', "leave it 1"],
     ),
+    "zero_tail": ({"zero_tail": "no"}, TypeError, ["zero_tail='no'", "True or False"]),
     "window negative": ({"window": -1}, ValueError, ["window=-1", "0 or more", "None"]),
     "window float": ({"window": 0.5}, TypeError, ["float64", "integer scalar", "num_windows"]),
     "window rank": ({"window": np.zeros(1, np.int32)}, TypeError, ["shape (1,)", "integer scalar"]),
@@ -193,6 +196,32 @@ def test_second_tensor_with_other_tokens(make_mesh):
     """B44: another T."""
     with pytest.raises(ValueError, match=r"\(3, 16\), expected \[4, hidden\]"):
         trace(make_mesh, lambda x, idx: jax_ep.dispatch(x[:3], handle=send(x, idx).handle), X, IDX)
+
+
+HANDLES = {
+    "all ranks' arrays": lambda a: jnp.concatenate([a, a]),
+    "stacked": lambda a: jnp.stack([a, a]),
+}
+
+
+@pytest.mark.parametrize("layout", ("expert", "token", "batched"))
+@pytest.mark.parametrize("name", HANDLES)
+def test_handle_of_several_ranks(make_mesh, name, layout):
+    """A handle that came into shard_map by other specs than it left by, or was stacked by a scan."""
+
+    def run(x, idx, use):
+        recv = send(x, idx, layout=layout)
+        return use(x, recv, jax.tree.map(HANDLES[name], recv.handle))
+
+    uses = {
+        "dispatch": lambda x, recv, handle: jax_ep.dispatch(jnp.concatenate([x, x]), handle=handle).x,
+        "combine": lambda x, recv, handle: jax_ep.combine(recv.x, handle),
+    }
+    for op, use in uses.items():
+        with pytest.raises(
+            ValueError, match=rf"^{op}: got a handle whose \w+ has shape .*, expected .* specs by which"
+        ):
+            trace(make_mesh, functools.partial(run, use=use), X, IDX)
 
 
 def test_handle_of_another_group(make_mesh):
