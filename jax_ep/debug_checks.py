@@ -87,7 +87,7 @@ def same_call_first(op: str, implementation):
         # A byte of data, which nobody compares, ties the line to its place in the program: after what made operands.
         table = lax.all_gather(jnp.append(own, _any_byte(operands)), spec.axis_name)[:, :_LINE_BYTES]
         # The table is the same on all ranks, so all take the same branch.
-        is_same = jnp.all(table == table[0])
+        is_same = jnp.all(table == table[:1])
         results = lax.cond(is_same, call, functools.partial(_nothing, op, jax.eval_shape(call)))
         # The host is handed a bit of every result, so that XLA keeps all collectives of this call also on ranks whose
         # program leaves some result unused.

@@ -246,7 +246,7 @@ def is_row_kept(handle: Handle) -> jax.Array:
     """Except in layout "token": whether a row holds a token (not padding, not the tail), bool [num_rows], flat."""
     row = jnp.arange(handle.spec.capacity, dtype=jnp.int32)
     if handle.spec.layout == "batched":
-        return (row < handle.counts[:, None]).reshape(-1)
+        return (row[None] < handle.counts[:, None]).reshape(-1)
     ends = jnp.cumsum(handle.group_sizes, dtype=jnp.int32)
     # Number of ends <= row, by bisection. (jnp.searchsorted sorts by default, and its unrolled form does not
     # trace inside a shard_map with automatic axes on jax 0.12.)

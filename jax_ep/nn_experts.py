@@ -68,7 +68,7 @@ def _apply_to_tokens(params: MoEParams, x, topk_idx, weights, config: MoEConfig)
     pairs = jnp.arange(num_rows, dtype=jnp.int32)
     place = jnp.full(key.shape, -1, jnp.int32).at[order].set(pairs)
     place = jnp.where(topk_idx < 0, -1, place.reshape(topk_idx.shape))
-    group_sizes = jnp.sum(key[:, None] == jnp.arange(num_local, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+    group_sizes = jnp.sum(key[:, None] == jnp.arange(num_local, dtype=jnp.int32)[None], axis=0, dtype=jnp.int32)
 
     token = jnp.where(pairs < jnp.sum(group_sizes), order // num_topk, -1)
     rows = _apply_to_groups(params, _expand(x, token, place), group_sizes, config)

@@ -47,7 +47,7 @@ def dispatch(x, side, topk_idx, topk_weights, window, *, spec: Spec, quantize: s
 
     # Slots: distinct tokens per destination, ordered by (source, token).
     first_slot = layout_lib.exclusive_sum(token_table)[rank]
-    slot = first_slot + jnp.cumsum(in_rank, axis=0, dtype=jnp.int32) - 1
+    slot = first_slot[None] + jnp.cumsum(in_rank, axis=0, dtype=jnp.int32) - 1
     slot = jnp.where(in_rank, in_window(slot) if spec.layout == "token" else slot, -1)
     recv_tokens = token_table[:, rank]
     recv_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(recv_tokens, dtype=jnp.int32)])
@@ -125,7 +125,7 @@ def redispatch(
         return [*rows, jnp.zeros((0, num_topk), jnp.float32)]
 
     # The entry (source, token, k) of each row, through the rows that the slots name.
-    entry = jnp.where(source >= 0, source * num_topk, 0)[:, None] + jnp.arange(num_topk, dtype=jnp.int32)
+    entry = jnp.where(source >= 0, source * num_topk, 0)[:, None] + jnp.arange(num_topk, dtype=jnp.int32)[None]
     target = jnp.where(slot_meta >= 0, slot_meta, spec.num_rows)
     row_entry = jnp.full(spec.num_rows, -1, jnp.int32).at[target].set(entry, mode="drop")
     rows = deliver(jnp.where(row_entry >= 0, row_entry // num_topk, -1))
@@ -232,7 +232,7 @@ def _move(rows, row_source, spec: Spec):
 def _slot_sources(slot_token, recv_offsets, num_tokens: int):
     """Number (source * num_tokens + token) of each slot, -1 for unused slots."""
     slot = jnp.arange(slot_token.shape[0], dtype=jnp.int32)
-    source = jnp.sum(recv_offsets[1:, None] <= slot, axis=0, dtype=jnp.int32)
+    source = jnp.sum(recv_offsets[1:, None] <= slot[None], axis=0, dtype=jnp.int32)
     return jnp.where(slot_token >= 0, source * num_tokens + slot_token, -1)
 
 

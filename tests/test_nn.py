@@ -141,6 +141,15 @@ def test_masked_tokens(layout, make_mesh):
 
 
 @pytest.mark.parametrize("layout", nn.LAYOUTS)
+def test_without_implicit_promotion(layout, make_mesh):
+    """The layer is traced where ranks and dtypes may not be promoted."""
+    loss = sharded_loss(make_mesh(2), dataclasses.replace(CONFIG, layout=layout))
+    mask = jnp.arange(TOKENS) % 3 != 0
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(jax.grad(loss, has_aux=True), make_params(), make_tokens(), mask, make_tokens())
+
+
+@pytest.mark.parametrize("layout", nn.LAYOUTS)
 def test_what_masked_tokens_hold_reaches_nothing(layout, make_mesh):
     """Padding may be NaN or infinite: output, statistics and gradients are those of padding that is 0."""
     mask = jnp.arange(TOKENS) % 3 != 0

@@ -109,6 +109,33 @@ def test_checkpoint_names_save_the_exchanges(make_mesh, data):
     assert jaxpr_calls(jax.checkpoint(second_tensor))["dispatch"] == 2
 
 
+@pytest.mark.parametrize("layout", ["expert", "token", "batched"])
+def test_without_implicit_promotion(make_mesh, data, layout):
+    """Users who forbid that ranks and dtypes are promoted may call everything, forward and backward."""
+    x, idx, w = data
+
+    def run(x, idx, w):
+        def loss(x, w):
+            settings = dict(num_experts=EXPERTS, axis_name="ep", layout=layout)
+            config = jax_ep.Config(debug_checks=True, ranks_per_node=1)
+            experts = np.arange(EXPERTS)[:, None]
+            recv = jax_ep.dispatch(
+                x, idx, w, config=config, expert_map=experts, num_physical_experts=EXPERTS, **settings
+            )  # fmt: skip
+            weights = None if layout == "token" else recv.weights
+            out = jax_ep.combine(recv.x, recv.handle, weights=weights, bias=x)
+            out += jax_ep.windowed(lambda params, recv: recv.x, (), x, idx, w, capacity=2, **settings)
+            wide = jax_ep.dispatch(jnp.tile(x, (1, 16)), handle=recv.handle, quantize="fp8_ue8m0")
+            return jnp.sum(out) + jnp.sum(jax_ep.combine(wide.x.dequantize(), recv.handle, quantize="fp8_wire"))
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        grads = jax.eval_shape(testing.on_ranks(run, make_mesh(RANKS), jit=False), x, idx, w)
+        jax.jit(testing.on_ranks(run, make_mesh(RANKS), jit=False)).lower(x, idx, w)
+    assert [g.shape for g in grads] == [x.shape, w.shape]
+
+
 def test_vma_off(make_mesh, data, expected):
     """B47: check_vma=False gives the same."""
     value, grads = gradients(jax.checkpoint(moe), make_mesh(RANKS), check_vma=False)(*data)
