@@ -112,9 +112,7 @@ class MoEConfig:
                 "one of them; leave out the other"
             )
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            raise ValueError(
-                f"MoEConfig: got capacity_factor={self.capacity_factor}, expected a number above 0, or None"
-            )
+            raise ValueError(f"MoEConfig: got capacity_factor={self.capacity_factor}, expected > 0 and finite, or None")
         if self.num_topk > self.num_experts:
             raise ValueError(f"MoEConfig: got num_topk={self.num_topk}, expected 1 to num_experts={self.num_experts}")
 
