@@ -115,6 +115,7 @@ def stages(cache: str) -> list[Stage]:
     put = (programs, "-s", "--transport", "nvshmem", "--ranks-per-node", "2", "-k", some_nodes)
     plan += [Stage("R=8 programs nvshmem", 8, 150, put, alone)]
     plan += [Stage("R=4 modes, halves", 4, 150, ("test_split_processes.py",), alone)]
+    plan += [Stage(f"R={r} windows", r, 90, ("test_windows_processes.py",)) for r in (2, 4)]
     plan += [Stage("R=2 overlap", 2, 120, ("test_overlap_processes.py",))]
     plan += [
         Stage(f"R=2 example {name}", 2, 40, ("test_examples_processes.py", "-k", name))
