@@ -124,6 +124,15 @@ overlap.show_schedule(overlap.schedule(hlo), args.layers, lambda line: print("HL
 """
 
 
+WINDOWS = """
+def loss(x, idx, w):
+    out = jax_ep.windowed(lambda scale, recv: recv.x * scale, jnp.bfloat16(2), x, idx, w, **settings)
+    return jnp.sum(out.astype(jnp.float32) ** 2)
+
+show(jax.jit(run(jax.grad(loss, (0, 2)), P("ep"))), *args)
+"""
+
+
 # Layers as decoding has them.
 GRAPHS = """
 settings["config"] = jax_ep.Config(command_buffers=IS_RECORDED)
@@ -186,6 +195,16 @@ def test_calls_of_a_scan_run_once(is_split):
     )
     ours = re.findall(r'custom_call_target="jax_ep_(\w+)_graph"', hlo)
     assert sorted(ours) == sorted([*forward, "redispatch", "combine"])
+
+
+def test_windows_are_loops_of_our_calls():
+    """Two loops, forward and backward, whose number of turns comes from a dispatch: ranks agree on it by no collective
+    of XLA's. The backward one dispatches again, so nothing of a window is kept."""
+    hlo = compiled(WINDOWS, "expert")
+    ours = re.findall(r'custom_call_target="jax_ep_(\w+?)(?:_graph)?"', hlo)
+    assert len(re.findall(r" while\(", hlo)) >= 2 and ours.count("dispatch") == 2
+    assert set(ours) == {"dispatch", "redispatch", "combine"} and ours.count("redispatch") == 1
+    assert not re.findall(r"\b(?:all-\w+|collective-\w+|reduce-scatter|ragged-\w+)", hlo)
 
 
 def test_what_runs_between_start_and_done():
