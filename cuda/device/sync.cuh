@@ -39,6 +39,7 @@ class Session {
         epoch_(control_->epoch + 1), tag_(call.tag) {}
   // Of a call that began in an earlier kernel.
   __device__ Session(const CallParams &call, uint64_t epoch) : Session(call) { epoch_ = epoch; }
+  // Of the call under way, for a function that is not inlined.
   __device__ Session(const CallParams &call, uint64_t epoch, uint64_t tag) : Session(call, epoch) { tag_ = tag; }
 
   // A number that all ranks must pass alike; before announce().

@@ -22,7 +22,8 @@ constexpr int kPutSlots = kWarpSize;                      // puts under way in a
 constexpr int kStages = 4;                                // of a worker
 constexpr int kStageBytes = 3584;
 constexpr int kPieceBytes = 8 * kStageBytes;              // the latest store of a piece is waited for: worth several stages
-constexpr int64_t kSmallPutBytes = kPieceBytes / 2;        // at most, of a put that goes before others
+// At most, of a put that goes before others. Questions have some 10 KB, a chunk of rows many times that.
+constexpr int64_t kSmallPutBytes = kPieceBytes / 2;
 constexpr int kCarrierSharedBytes = kWorkers * kStages * kStageBytes; // dynamic, with bulk copies
 static_assert(kCarrierSharedBytes <= kBulkSharedBytes);
 
@@ -167,6 +168,7 @@ template <class Transport> __device__ void look(const CarrierParams &p, CarrierS
           // Publishes the slot, and what this lane acquired with the entry.
           BlockWord<uint32_t>(s.published[queue]).store(first + pieces, cuda::memory_order_release);
         }
+        // Not by index, which would take the array out of registers.
         published[0] += queue ? 0 : pieces, published[1] += queue ? pieces : 0;
         __syncwarp(); // the slot is taken, for all lanes' next search
       }

@@ -60,12 +60,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     // 4 pull
     NodeLinks links(p.call, session, plans.nodes, p.num_tokens);
     const NodeSums sums{p, plan, plans.last, shared, peers, links};
-    for (int round = -2; round < links.rounds && ok; ++round) {
+    // What is before round 0: the question of round 0, then its answers and the question of round 1.
+    for (int round = -2; round < links.rounds; ++round) {
       if (round >= -1) ok = sum_round<kType, kBulk, kWire>(sums, round, parity);
       if constexpr (kWire) ok = ok && (round < 0 || sum_nodes<kType, kBulk>(sums, round, parity));
       if (!ok) break;
-      if (round >= 0) pull_round_scalars(sums, round);
-      JAX_EP_STAMP_ROUND(kRoundDone, round);
+      if (round >= 0) {
+        pull_round_scalars(sums, round);
+        JAX_EP_STAMP_ROUND(kRoundDone, round);
+      }
       if (round + 2 < links.rounds) ask_round(p, links, round + 2);
     }
   }

@@ -18,7 +18,7 @@ namespace jax_ep::combine_steps {
 struct NodeSums {
   const CombineParams &p;
   const Plan &plan;
-  const GatherPlan &last; // of the sum over nodes
+  const GatherPlan &last; // "fp8_wire": of the sum over nodes
   char *shared;
   const PeerBuffers *peers;
   NodeLinks &links;
@@ -91,6 +91,7 @@ __device__ __forceinline__ bool sum_round(const NodeSums &s, int round, unsigned
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, num_topk = p.call.num_topk;
   const int64_t tokens = links.plan.tokens;
   const int next = round + 1, record_bytes = int(cell.record_bytes()), line_rows = int(cell.line_rows());
+  // Whether an expert is on this node, as is_own, but for every row: without a division.
   const int node_experts = cell.ranks_per_node * p.num_local_experts, first_expert = links.own * node_experts;
   const bool has_answers = next < links.rounds;
   if (has_answers && !links.wait(kAsked, next)) return false;
@@ -214,7 +215,7 @@ __device__ __forceinline__ bool sum_round(const NodeSums &s, int round, unsigned
     if (lane == 0 && BlockWord<unsigned long long>(s_left[node]).fetch_sub(bytes, cuda::memory_order_acq_rel) == bytes)
       put_answer(node); // at once, while the sums are still in the L2 cache
   });
-  JAX_EP_STAMP_ROUND(kListSummed, round);
+  JAX_EP_STAMP_ROUND(kListSummed, next); // numbered as the answers in it: the first list has nothing else
   wait_for_sums(); // of those without an own token, too: the next question frees the cells
   return __syncthreads_and(ok); // sums, places and stages are read
 }

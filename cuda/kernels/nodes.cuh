@@ -129,8 +129,8 @@ class NodeLinks {
   // `first`: tokens that the first round has less than others.
   __device__ NodeLinks(const CallParams &call, Session &session, const NodePlan &plan_, TokenRange share, int first)
       : plan(plan_), num_nodes(call.shape.num_nodes), own(call.node_of(call.rank)),
-        rounds(share.end > share.begin ? (share.end - share.begin + first + plan_.tokens - 1) / plan_.tokens : 0), call_(call), session_(session), share_(share),
-        first_(first) {}
+        rounds(share.end > share.begin ? (share.end - share.begin + first + plan_.tokens - 1) / plan_.tokens : 0),
+        call_(call), session_(session), share_(share), first_(first) {}
 
   __device__ int inside(int64_t token) const { return int(max(int64_t(share_.begin), min(token, int64_t(share_.end)))); }
   __device__ bool wait_for(int n, NodeFlag flag, int round) { // true of the own node, and of what is none
@@ -141,6 +141,7 @@ class NodeLinks {
     if (SystemWord<uint64_t>(word).load(cuda::memory_order_acquire) >= least) return true;
     return wait_long(call_, session_.epoch(), session_.tag(), word, call_.partner(n), least);
   }
+  // Out of line, once for all waits; the tag, which a window may have changed, is for the record of a failure.
   __device__ __noinline__ static bool wait_long(const CallParams &call, uint64_t epoch, uint64_t tag, uint64_t &word, int peer,
                                                 uint64_t least) {
     return Session(call, epoch, tag).wait_or_left(word, Phase::kRound, peer, least);

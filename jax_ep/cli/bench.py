@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     changes.add_argument("--sent", choices=SENT, help="rows, fp8 (quantised by dispatch) or a quantised pair")
     how = parser.add_argument_group("how")
     how.add_argument("--calls", type=int, help="calls chained in one program; default: 10")
-    how.add_argument("--repeats", type=int, help="runs of that program; default: 15")
+    how.add_argument("--repeats", type=int, help="runs of that program, more where they are short; default: 15")
     how.add_argument("--quick", action="store_true", help="6 calls, 5 runs")
     how.add_argument("--json", metavar="PATH", help="write everything here")
     how.add_argument("--png", metavar="PATH", help="draw the table here (needs matplotlib)")
